@@ -1,0 +1,25 @@
+"""ocnopt: the Optimal Control Theoretic Neural Optimizer.
+
+Training a network is an optimal control problem, and backpropagation is its dynamic programming to first order.
+OCNOpt keeps the second order: each layer gets a feedback policy that adapts its update to what the layers before it
+have just changed.
+"""
+
+from ocnopt.curvature import Curvature, Metric
+from ocnopt.diagnostics import Diagnostics, LayerReport
+from ocnopt.layers import Adapter, Call, Recompute, register
+from ocnopt.optimizer import OCNOpt
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Adapter",
+    "Call",
+    "Curvature",
+    "Diagnostics",
+    "LayerReport",
+    "Metric",
+    "OCNOpt",
+    "Recompute",
+    "register",
+]

@@ -1,0 +1,108 @@
+"""The hyper-parameters of :class:`ocnopt.OCNOpt`: what each may be, and which belong to the game as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ocnopt.curvature import BY_NAME, Curvature
+
+#: one value for all parameter groups: these describe the game, not a player
+WHOLE_GAME = ("feedback", "rank", "gauss_newton", "bellman", "clamp", "maximize")
+
+
+def _number(
+    low: float, high: float = float("inf"), *, open_low: bool = False, open_high: bool = True
+) -> Callable[[Any], bool]:
+    def check(value: Any) -> bool:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return False
+        above = value > low if open_low else value >= low
+        return above and (value < high if open_high else value <= high)
+
+    return check
+
+
+def _is_lr(value: Any) -> bool:
+    return (isinstance(value, Tensor) and value.numel() == 1) or _number(0.0)(value)
+
+
+def _is_rank(value: Any) -> bool:
+    return value == "full" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _one_of(*names: str) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and value in names
+
+
+def _flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "lr": (_is_lr, "a number ≥ 0 or a tensor with one element"),
+    "curvature": (
+        lambda v: isinstance(v, Curvature) or (isinstance(v, str) and v in BY_NAME),
+        "one of 'identity', 'adaptive', 'kronecker' or a Curvature",
+    ),
+    "feedback": (_one_of("linear", "nonlinear", "off"), "'linear', 'nonlinear' or 'off'"),
+    "rank": (_is_rank, "a whole number ≥ 1 or 'full'"),
+    "gauss_newton": (_number(0.0, open_low=True), "a number > 0"),
+    "bellman": (_one_of("consistent", "paper"), "'consistent' or 'paper'"),
+    "clamp": (_flag, "True or False"),
+    "momentum": (_number(0.0, 1.0), "a number in [0, 1)"),
+    "ema": (_flag, "True or False"),
+    "nesterov": (_flag, "True or False"),
+    "weight_decay": (_number(0.0), "a number ≥ 0"),
+    "decoupled_weight_decay": (_flag, "True or False"),
+    "maximize": (_flag, "True or False"),
+    "decay": (_number(0.0, 1.0), "a number in [0, 1)"),
+    "eps": (_number(0.0), "a number ≥ 0"),
+    "bias_correction": (_flag, "True or False"),
+    "damping": (_number(0.0), "a number ≥ 0"),
+    "factor_decay": (_number(0.0, 1.0), "a number in [0, 1)"),
+    "refresh_every": (_is_count, "a whole number ≥ 1"),
+    "ekfac": (_flag, "True or False"),
+}
+
+
+def check(group: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` that names the argument and shows the value."""
+    for name, (fits, wanted) in _CHECKS.items():
+        if not fits(group[name]):
+            raise ValueError(f"{name} must be {wanted}, got {group[name]!r}")
+    if group["nesterov"] and (group["ema"] or not group["momentum"]):
+        raise ValueError(
+            f"nesterov=True is heavy-ball momentum: it needs ema=False and momentum > 0, "
+            f"got ema={group['ema']!r}, momentum={group['momentum']!r}"
+        )
+
+
+def check_agreement(groups: Sequence[Mapping[str, Any]]) -> None:
+    """The hyper-parameters of the whole game must be the same in all groups."""
+    for name in WHOLE_GAME:
+        for group in groups[1:]:
+            if group[name] != groups[0][name]:
+                raise ValueError(
+                    f"{name} belongs to the whole game: all parameter groups need the same value, "
+                    f"got {groups[0][name]!r} and {group[name]!r}"
+                )
+
+
+def why_model(group: Mapping[str, Any]) -> str | None:
+    """Which argument of a group cannot do without the model, or ``None``."""
+    curvature = group["curvature"]
+    curvature = BY_NAME[curvature] if isinstance(curvature, str) else curvature
+    if curvature.needs_model:
+        return f"curvature={curvature.name!r}"
+    if group["feedback"] == "nonlinear":
+        return "feedback='nonlinear'"
+    if group["feedback"] != "off" and group["rank"] != 1:
+        return f"rank={group['rank']!r}"
+    return None

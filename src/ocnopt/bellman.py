@@ -1,0 +1,130 @@
+"""The Bellman recursion, collapsed to r×r kernels. Pure mathematics: no modules, no hooks, no devices.
+
+Notation (S stages, r groups of samples, all in autograd's scale):
+
+=========  ============  ==============================================================================
+``K``      ``[S, r, r]``  stage kernel Σ_players G^T M^{-1} G
+``u``      ``[S, r]``     G^T M^{-1} ℓ, what the linear cost (weight decay, momentum) does to each group's loss
+``s``      ``[r]``        D_k^T δX_k, the change of each group's loss caused by everything upstream
+``w``      ``[r]``        the policy's answer: the weight of each group's gradient; 1 is plain descent
+``a``      ``[r]``        V_k^x  = D_k a_k
+``Sigma``  ``[r, r]``     V_k^xx = D_k Σ_k D_k^T
+=========  ============  ==============================================================================
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from ocnopt.linalg import safe_eigh, solve_spd
+
+
+def terminal_precision(fractions: Tensor, gauss_newton: float) -> Tensor:
+    """Diagonal of Σ_K^{-1}: n_g / (β² B), from the fractions n_g / B."""
+    return fractions / gauss_newton**2
+
+
+class Policy(ABC):
+    """The feedback policy of all stages; :meth:`weights` is the paper's eq. (opt-u) in coordinates of the groups."""
+
+    projections: Tensor  # [S]: eigenvalues cut to keep V^xx positive semi-definite
+
+    @abstractmethod
+    def weights(self, k: int, s: Tensor) -> Tensor:
+        """w_k for the differential state ``s``."""
+
+    @abstractmethod
+    def value(self, k: int) -> tuple[Tensor, Tensor]:
+        """``(a_k, Σ_k)``: V_k^x = D_k a_k and V_k^xx = D_k Σ_k D_k^T, for 0 ≤ k ≤ S."""
+
+
+class Consistent(Policy):
+    """Q_θθ contains its own Gauss-Newton term, as DDP's eq. (Q2nd) says. Positive definite by construction.
+
+    J_k = Σ_K^{-1} + Σ_{j≥k} K_j,   b_k = Σ_K^{-1} 1 − Σ_{j≥k} u_j,   w_k = J_k^{-1} (b_k + s_k).
+    """
+
+    def __init__(self, K: Tensor, u: Tensor, precision: Tensor) -> None:
+        self.precision = precision
+        self.J = torch.diag(precision) + _reverse_cumsum(K)
+        self.b = precision - _reverse_cumsum(u)
+        self.projections = torch.zeros(len(K), dtype=K.dtype, device=K.device)
+        self._factors: Tensor | None = None
+
+    def weights(self, k: int, s: Tensor) -> Tensor:
+        if self.J.shape[-1] == 1:
+            return (self.b[k] + s) / self.J[k, 0]
+        if self._factors is None:  # one batched Cholesky for all stages
+            factors, info = torch.linalg.cholesky_ex(self.J)
+            self._factors = torch.where((info == 0)[:, None, None], factors, torch.nan)
+        return torch.cholesky_solve((self.b[k] + s)[:, None], self._factors[k])[:, 0]
+
+    def whole_network(self) -> Tensor:
+        """w of the linear rollout, one for all stages: J_0^{-1} b_0, the damped Gauss-Newton step of the network."""
+        return solve_spd(self.J[0], self.b[0])
+
+    def value(self, k: int) -> tuple[Tensor, Tensor]:
+        if k == len(self.J):
+            return torch.ones_like(self.precision), torch.diag(1 / self.precision)
+        eye = torch.eye(len(self.precision), dtype=self.J.dtype, device=self.J.device)
+        return solve_spd(self.J[k], self.b[k]), torch.linalg.solve(self.J[k], eye)
+
+
+class Paper(Policy):
+    """Prop. 3 and Cor. 4 literally: Q_θθ := C_k, the step size applied outside. Built backward, stage by stage.
+
+    An approximate C can leave the cone of positive semi-definite V^xx. The factor L of Σ = L L^T is propagated, and
+    eigenvalues Λ > 1 of L^T K L are projected *jointly* in a and Σ: projecting Σ alone lets a flip its sign.
+    """
+
+    def __init__(self, precision: Tensor) -> None:
+        self._a = [torch.ones_like(precision)]  # a_K, a_{K-1}, …
+        self._L = [torch.diag(precision.rsqrt())]
+        self._cut: list[Tensor] = []
+        self._stages: int | None = None
+
+    @property
+    def a(self) -> Tensor:
+        """a_{k+1} for the stage about to be added: the weights of the curvature's statistics."""
+        return self._a[-1]
+
+    def add_stage(self, K: Tensor, u: Tensor) -> None:
+        """One step of the backward recursion, from k + 1 to k."""
+        a, L = self._a[-1], self._L[-1]
+        values, U = _eigh(L.mT @ K @ L)
+        keep = 1 / values.clamp_min(1)  # min(1, Λ^{-1})
+        LU = L @ U
+        self._a.append(a - LU @ (keep * (LU.mT @ (K @ a + u))))
+        self._L.append(LU * (1 - values).clamp_min(0).sqrt())
+        self._cut.append((values > 1).sum().to(a.dtype))
+
+    def finish(self) -> None:
+        """All stages are in: index them from the network's input."""
+        self._stages = len(self._cut)
+        self._a.reverse()
+        self._L.reverse()
+        self.projections = torch.stack(self._cut[::-1])
+
+    def weights(self, k: int, s: Tensor) -> Tensor:
+        a, Sigma = self.value(k + 1)
+        return a + Sigma @ s
+
+    def value(self, k: int) -> tuple[Tensor, Tensor]:
+        assert self._stages is not None, "finish() comes before value()"
+        return self._a[k], self._L[k] @ self._L[k].mT
+
+
+def _reverse_cumsum(terms: Tensor) -> Tensor:
+    return terms.flip(0).cumsum(0).flip(0)
+
+
+def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    if matrix.shape[-1] == 1:  # no LAPACK call, so no synchronisation, for the paper's rank 1
+        return matrix[0].clamp_min(0), torch.ones_like(matrix)
+    found = safe_eigh(matrix)
+    if found is None:  # not finite: the step is going to be masked; identity keeps the shapes
+        return torch.full_like(matrix[0], torch.nan), torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+    return found

@@ -1,0 +1,160 @@
+"""Players that share hyper-parameters, metric, device and dtype: whatever is done to them is one multi-tensor
+operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ocnopt.curvature import Curvature, Metric
+from ocnopt.gradients import GroupGradients
+from ocnopt.groups import Groups
+from ocnopt.layers.base import Call
+from ocnopt.multi import ema_
+from ocnopt.players import Player
+
+Scalar = float | Tensor
+
+
+@dataclass
+class Bucket:
+    """One slice of the problem of one step. Lists run over the parameters of ``players``, one after another."""
+
+    group: dict[str, Any]
+    curvature: Curvature
+    players: list[Player]
+    params: list[Tensor]
+    states: list[dict[str, Any]]
+    stages: list[int]  # of each player
+    gradients: GroupGradients
+    groups: Groups
+    calls: Mapping[str, list[list[Call]]]  # player name → forward passes → calls of its module
+    clock: Tensor  # steps taken, this one not counted
+    ok: Tensor  # 1, or 0 if this step must leave no trace
+    failed_refreshes: int = field(default=0)
+    metric: Metric | None = field(default=None)
+
+    @property
+    def steps(self) -> Tensor:
+        """Steps taken, this one counted; at least 1, so that bias corrections of a bad first step stay finite."""
+        return (self.clock + 1).to(self.ok.dtype)
+
+    def state_of(self, player: int) -> dict[str, Any]:
+        """Where a player keeps what is joint to its parameters: the state of its first one."""
+        first = sum(len(p.params) for p in self.players[:player])
+        return self.states[first]
+
+    def zeros_like_parameters(self, key: str) -> list[Tensor]:
+        """State tensors of that name, created when they do not exist yet, never in less than float32."""
+        for state, p in zip(self.states, self.params, strict=True):
+            if key not in state:
+                state[key] = torch.zeros_like(p, dtype=self.ok.dtype, memory_format=torch.preserve_format)
+        return [state[key] for state in self.states]
+
+    def force(self, a: Tensor | None) -> list[Tensor]:
+        """Q_θ = G a + γθ (a = 1 in consistent mode): the gradient of the Bellman objective."""
+        ones = torch.ones(self.groups.rank, dtype=self.ok.dtype, device=self.ok.device)
+        q = self.gradients.mix(ones if a is None else a)
+        return self._with_decay(q)
+
+    def _with_decay(self, q: list[Tensor]) -> list[Tensor]:
+        if not self.group["decoupled_weight_decay"] and any(self._decays):
+            torch._foreach_add_(q, self._decayed())
+        return q
+
+    @property
+    def _decays(self) -> list[float]:
+        return [group["weight_decay"] for player in self.players for group in player.groups]
+
+    def _decayed(self) -> list[Tensor]:
+        """γθ."""
+        return list(torch._foreach_mul([p.detach().to(self.ok.dtype) for p in self.params], self._decays))
+
+    # --- the table of math section 3: a momentum step is a DDP step in the long-run metric, a fraction φ at a time ---
+
+    @property
+    def gain(self) -> Scalar:
+        """M^{-1} = gain · C^{-1} · η: 1/(1−μ) for heavy ball and Nesterov."""
+        return 1.0 if self.group["ema"] else 1 / (1 - self.group["momentum"])
+
+    @property
+    def fraction(self) -> Scalar:
+        """φ, the part of the planned step that is taken now."""
+        mu: float = self.group["momentum"]
+        if self.group["ema"]:
+            return (1 - mu) / self._momentum_correction
+        return 1 - mu**2 if self.group["nesterov"] else 1 - mu
+
+    @property
+    def _momentum_correction(self) -> Scalar:
+        mu = self.group["momentum"]
+        return 1 - mu**self.steps if self.group["bias_correction"] and mu else 1.0
+
+    def linear_cost(self, preconditioned: GroupGradients) -> Tensor | None:
+        """G^T C^{-1} ℓ, ``[rows, r]``, with ℓ = γθ + (what is left of the momentum), or ``None`` if there is no ℓ."""
+        mu, terms = self.group["momentum"], []
+        if mu:
+            m = self.zeros_like_parameters("momentum")
+            scale = mu / (1 - mu) if self.group["ema"] else mu**2 / (1 + mu) if self.group["nesterov"] else mu
+            terms.append(scale * preconditioned.project(m))
+        if not self.group["decoupled_weight_decay"] and any(self._decays):
+            terms.append(preconditioned.project(self._decayed()))
+        return torch.stack(terms).sum(0) if terms else None
+
+    def decoupled_drift(self) -> Tensor | None:
+        """G^T γθ, ``[rows, r]``, of a decoupled weight decay."""
+        if not self.group["decoupled_weight_decay"] or not any(self._decays):
+            return None
+        return self.gradients.project(self._decayed())
+
+    # --- acting ---
+
+    def apply(self, w: Tensor) -> None:
+        """θ ← θ − φ M^{-1} (G w + ℓ), and the momentum goes on."""
+        group, mu = self.group, self.group["momentum"]
+        assert self.metric is not None
+        direction = self._with_decay(self.gradients.mix(w))
+        if mu:
+            direction = self._advance_momentum(direction)
+        step = torch._foreach_mul(self.metric.solve(direction), self.ok * group["lr"] / self._momentum_correction)
+        if group["decoupled_weight_decay"] and any(self._decays):
+            torch._foreach_sub_(self.params, torch._foreach_mul(self._decayed(), self.ok * group["lr"]))
+        torch._foreach_sub_(self.params, list(step))
+
+    def _advance_momentum(self, d: list[Tensor]) -> list[Tensor]:
+        mu, m = self.group["momentum"], self.zeros_like_parameters("momentum")
+        if self.group["ema"]:
+            ema_(m, d, (1 - mu) * self.ok)
+            return m
+        torch._foreach_mul_(m, 1 - (1 - mu) * self.ok)
+        torch._foreach_add_(m, torch._foreach_mul(d, self.ok))
+        if self.group["nesterov"]:
+            torch._foreach_add_(d, m, alpha=mu)
+            return d
+        return m
+
+    def select(self, stage: int) -> Bucket | None:
+        """The players of one stage, or ``None``. Shares state with the whole."""
+        chosen = [i for i, theirs in enumerate(self.stages) if theirs == stage]
+        if not chosen:
+            return None
+        ends = list(accumulate((len(player.params) for player in self.players), initial=0))
+        index = [j for i in chosen for j in range(ends[i], ends[i + 1])]
+        return replace(
+            self,
+            players=[self.players[i] for i in chosen],
+            params=[self.params[j] for j in index],
+            states=[self.states[j] for j in index],
+            stages=[stage] * len(chosen),
+            gradients=self.gradients.select(index),
+            metric=None if self.metric is None else self.metric.select(index),
+        )
+
+    def parameter_stages(self) -> list[int]:
+        return [stage for stage, player in zip(self.stages, self.players, strict=True) for _ in player.params]

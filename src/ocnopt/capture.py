@@ -1,0 +1,359 @@
+"""Hooks on the model and the tape of one step: what each layer saw, and what the loss thinks of its output.
+
+Nothing is held before the backward pass has been there: a record lives in the tensor hooks of the autograd graph and
+enters the tape when its first adjoint arrives. A graph that is thrown away takes its records with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from ocnopt.layers.base import Call
+from ocnopt.rng import RNGState
+
+
+@dataclass(frozen=True)
+class Need:
+    """What the configuration asks the hooks to keep."""
+
+    order: bool = False  # only which module runs when
+    calls: bool = False  # inputs and output adjoints: groups of samples, Kronecker factors
+    states: bool = False  # everything that a second forward pass is compared with
+
+    def __bool__(self) -> bool:
+        return self.order or self.calls or self.states
+
+
+@dataclass
+class Pass:
+    """One forward pass of the attached model."""
+
+    batch: int | None
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    versions: list[int] = field(default_factory=list)
+    environment: Environment | None = None
+    order: list[str] = field(default_factory=list)  # modules in the order of their calls
+    chain: bool = False
+    outputs: list[Tensor] = field(default_factory=list)
+    D: dict[int, Tensor] = field(default_factory=dict)  # ∂L/∂x_K, by output
+    mixed: frozenset[str] = frozenset()  # modules whose dimension 0 only has the size of the batch
+
+    def inputs_changed(self) -> bool:
+        return self.versions != _versions((self.args, self.kwargs))
+
+
+@dataclass
+class Record:
+    """One execution of one module in a :class:`Pass`."""
+
+    name: str
+    module: nn.Module
+    occurrence: int
+    origin: Pass
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    rng: RNGState | None = None
+    training: bool = True
+    autocast: torch.dtype | None = None
+    inputs: list[Tensor] = field(default_factory=list)
+    d: dict[int, Tensor] = field(default_factory=dict)  # gradient through this very edge, by input
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+    h: dict[int, Tensor] = field(default_factory=dict)  # ∂L/∂output, by output
+
+    def call(self) -> Call:
+        """As the layer's adapter sees it. Only for records whose (first) output an adjoint arrived at."""
+        return Call(self.module, self.args, self.kwargs, self.h[0], self.rng, self.training, self.autocast)
+
+    def rows_are_samples(self) -> bool:
+        """Does dimension 0 of input and output run over the samples, as far as sizes and the probe can tell?"""
+        if self.origin.batch is None:
+            return True
+        sizes = {t.shape[:1] for t in (self.call().x, self.h[0])}
+        return sizes == {(self.origin.batch,)} and self.name not in self.origin.mixed
+
+
+@dataclass
+class Environment:
+    """What a forward pass depends on besides its inputs: random numbers, buffers, autocast."""
+
+    rng: RNGState
+    buffers: list[tuple[Tensor, Tensor]]  # (the buffer, its value before the pass)
+    autocast: list[tuple[str, torch.dtype]]
+
+    @classmethod
+    def capture(cls, model: nn.Module) -> Environment:
+        devices = {t.device.type for t in (*model.parameters(), *model.buffers())}
+        autocast = [(d, torch.get_autocast_dtype(d)) for d in sorted(devices) if torch.is_autocast_enabled(d)]
+        buffers = [(b, b.detach().clone()) for b in model.buffers()]
+        return cls(RNGState.capture(devices_of(model)), buffers, autocast)
+
+    @contextlib.contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Run a block exactly as the captured pass ran, then leave random numbers and buffers as they were found."""
+        found = [b.detach().clone() for b, _ in self.buffers]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.rng.restored())
+            for device, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype, cache_enabled=False))
+            try:
+                with torch.no_grad():
+                    for b, before in self.buffers:
+                        b.copy_(before)
+                yield
+            finally:
+                with torch.no_grad():
+                    for (b, _), value in zip(self.buffers, found, strict=True):
+                        b.copy_(value)
+
+
+class Rollout:
+    """Told of every module call while the model runs a second time (see :mod:`ocnopt.rollout`)."""
+
+    def before(self, name: str, occurrence: int, inputs: list[Tensor]) -> None:
+        """``inputs``: the tensors among the arguments."""
+
+    def after(self, name: str, occurrence: int, outputs: list[Tensor]) -> None:
+        """``outputs``: the floating-point tensors among the results."""
+
+
+class Tape:
+    """Registers the hooks, keeps the records of the passes since the last step."""
+
+    def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module], need: Callable[[], Need]) -> None:
+        self.model, self.need = model, need
+        self._measured = {n for n in modules if not any(other != n and _inside(other, n) for other in modules)}
+        self.records: list[Record] = []
+        self.order: list[str] = []  # of the last pass
+        self.rollout: Rollout | None = None
+        self.randomised: set[str] = set()  # modules that draw random numbers which their adapter must draw again
+        self._current: Pass | None = None
+        self._open: list[Record] = []
+        self._counts: dict[str, int] = {}
+        self._graph: list[tuple[list[Any], list[Any]]] = []  # autograd nodes at (inputs, outputs) of each call
+        self._chains: dict[tuple[str, ...], bool] = {}
+        self._chain = False  # was the last pass one?
+        self._left_alone: set[str] = set()  # modules whose outputs nobody overwrites in place
+        self._handles = [
+            model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._end),
+        ]
+        for name, module in modules.items():
+            self._handles += [
+                module.register_forward_pre_hook(self._before(name), with_kwargs=True),
+                module.register_forward_hook(self._after(name), prepend=True),
+            ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self.clear()
+
+    def clear(self) -> None:
+        self.records.clear()
+
+    @property
+    def passes(self) -> list[Pass]:
+        """The passes that a backward pass went through."""
+        return list({id(r.origin): r.origin for r in self.records}.values())
+
+    # --- the model ---
+
+    def _needed(self) -> Need:
+        """Nothing without gradients, in a second forward pass, or inside a backward pass: there a forward pass is
+        activation
+        checkpointing, run again, and the first one has been recorded."""
+        idle = self.rollout is not None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
+        return Need() if idle else self.need()
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._current, self._open, self._counts, self._graph = None, [], {}, []
+        need = self._needed()
+        if not need:
+            return
+        if all(p.grad is None for p in model.parameters()):
+            self.clear()  # the gradients of earlier passes are gone, so their records are of no use
+        args, kwargs = _detached((args, kwargs))
+        self._current = Pass(_batch_size(args, kwargs), args, kwargs, _versions((args, kwargs)))
+        if need.states:
+            self._current.environment = Environment.capture(model)
+
+    def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        this, self._current = self._current, None
+        if this is None:
+            return
+        self.order = this.order
+        if not self.need().states:
+            return
+        outputs = [t for t in floating(output) if t.grad_fn is not None]
+        this.chain = self._chain = self._is_chain(tuple(this.order), [t.grad_fn for t in outputs])
+        this.outputs = [t.detach() for t in outputs]
+        for i, t in enumerate(outputs):
+            t.register_hook(_adder(this.D, i))
+        self._graph = []
+
+    # --- its modules ---
+
+    def _before(self, name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            occurrence = self._counts.get(name, 0)
+            self._counts[name] = occurrence + 1
+            if self.rollout is not None:
+                self.rollout.before(name, occurrence, _tensors((args, kwargs)))
+                return None
+            need = self._needed()
+            if not need:
+                return None
+            this = self._current or Pass(None)
+            this.order.append(name)
+            # a module around other players would count their changes a second time
+            if not (need.calls or need.states) or name not in self._measured:
+                return None
+            record = Record(name, module, occurrence, this, *_detached((args, kwargs)))
+            record.training = module.training
+            record.autocast = _autocast_dtype(module)
+            if name in self.randomised:
+                record.rng = RNGState.capture(devices_of(module))
+            self._open.append(record)
+            return self._watch_inputs(record, args, kwargs) if need.states else None
+
+        return hook
+
+    def _watch_inputs(self, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Pass on aliases of the inputs: a hook on an alias sees the gradient through this edge alone."""
+        leaves, spec = tree_flatten((args, kwargs))
+        nodes = []
+        for place, t in enumerate(leaves):
+            if not isinstance(t, Tensor) or not t.is_floating_point():
+                continue
+            i = len(record.inputs)
+            record.inputs.append(t.detach())
+            if t.requires_grad:
+                nodes.append(t.grad_fn)
+                leaves[place] = t.view_as(t)
+                leaves[place].register_hook(_adder(record.d, i))
+        self._graph.append((nodes, []))
+        return tree_unflatten(leaves, spec)
+
+    def _after(self, name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            if self.rollout is not None:
+                self.rollout.after(name, self._counts[name] - 1, floating(output))
+                return None
+            if not self._open or self._open[-1].module is not module:
+                return None
+            record = self._open.pop()
+            leaves, spec = tree_flatten(output)
+            place, i = len(self._graph) - 1, 0
+            for j, t in enumerate(leaves):
+                if not isinstance(t, Tensor) or not t.is_floating_point():
+                    continue
+                if t.requires_grad:
+                    if t.grad_fn is None:  # a hook on a leaf (a parameter, handed out as it is) would stay for ever
+                        leaves[j] = t = t.view_as(t)
+                    t.register_hook(self._arrival(record, i, t.detach()))
+                    if self.need().states:
+                        self._graph[place][1].append(t.grad_fn)
+                i += 1
+            return tree_unflatten(leaves, spec)
+
+        return hook
+
+    def _arrival(self, record: Record, i: int, out: Tensor) -> Callable[[Tensor], None]:
+        """The hook of output i. ``out`` shares its memory: an in-place activation after the layer overwrites it."""
+        add, version = _adder(record.h, i), out._version
+        compared = self.need().states and not self._chain
+        kept = (out if record.name in self._left_alone else out.clone()) if compared else None
+
+        def hook(h: Tensor) -> None:
+            if not record.h:
+                self.records.append(record)
+            add(h)
+            overwritten = out._version != version
+            (self._left_alone.discard if overwritten else self._left_alone.add)(record.name)
+            if kept is not None and not (overwritten and kept is out):
+                record.outputs[i] = kept
+
+        return hook
+
+    # --- the graph ---
+
+    def _is_chain(self, order: tuple[str, ...], outputs: list[Any]) -> bool:
+        """Does every call read what the call before it wrote, and nothing else? Then its input is the whole state."""
+        if order not in self._chains:
+            owner = {node: k for k, (_, nodes) in enumerate(self._graph) for node in nodes}
+            reads = [_reached(nodes, owner) for nodes, _ in self._graph]
+            path = all(read == ({k - 1} if k else set()) for k, read in enumerate(reads))
+            self._chains[order] = path and _reached(outputs, owner) == {len(self._graph) - 1}
+        return self._chains[order]
+
+
+def _reached(nodes: list[Any], owner: Mapping[Any, int]) -> set[int]:
+    """The calls whose outputs the autograd nodes depend on directly."""
+    found: set[int] = set()
+    seen: set[Any] = set()
+    todo = [n for n in nodes if n is not None]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in owner:
+            found.add(owner[node])
+        else:
+            todo += [n for n, _ in node.next_functions if n is not None]
+    return found
+
+
+def _inside(name: str, parent: str) -> bool:
+    return not parent or name.startswith(parent + ".")
+
+
+def _adder(store: dict[int, Tensor], i: int) -> Callable[[Tensor], None]:
+    """A tensor hook that keeps the gradient, or adds it when a second backward pass comes through."""
+
+    def hook(g: Tensor) -> None:
+        g = g.detach()
+        store[i] = store[i] + g if i in store else g
+
+    return hook
+
+
+def _detached(tree: Any) -> Any:
+    return tree_map_only(Tensor, lambda t: t.detach(), tree)
+
+
+def floating(tree: Any) -> list[Tensor]:
+    return [t for t in _tensors(tree) if t.is_floating_point()]
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [t for t in tree_flatten(tree)[0] if isinstance(t, Tensor)]
+
+
+def _versions(tree: Any) -> list[int]:
+    return [t._version for t in _tensors(tree) if not t.is_inference()]
+
+
+def _batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    """Samples are dimension 0 of the model's (first) input."""
+    for t in _tensors((args, kwargs)):
+        if t.dim():
+            return int(t.shape[0])
+    return None
+
+
+def devices_of(module: nn.Module) -> set[torch.device]:
+    return {p.device for p in module.parameters()}
+
+
+def _autocast_dtype(module: nn.Module) -> torch.dtype | None:
+    device = next((p.device.type for p in module.parameters()), "cpu")
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

@@ -1,0 +1,50 @@
+"""What a curvature is to the engine: something that learns from each step and applies C^{-1}.
+
+C_k is the paper's approximation of Q_θθ (Table I). The step size is not part of it: the engine works with M = C/η.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ocnopt.bucket import Bucket
+
+
+class Metric(ABC):
+    """C of one bucket at one step."""
+
+    @abstractmethod
+    def solve(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        """C^{-1} v. One tensor for each parameter of the bucket, each with the same leading dimensions, if any."""
+
+    @abstractmethod
+    def select(self, parameters: Sequence[int]) -> Metric:
+        """The metric of the named parameters alone. Parameters of one player are never torn apart."""
+
+
+class Curvature(ABC):
+    """A rule that turns the statistics of a step into a :class:`Metric`.
+
+    Subclass it for a curvature of your own and pass an instance as ``curvature=``. Keep what must survive a
+    checkpoint in ``bucket.states`` (tensors and plain Python, by parameter), hyper-parameters in the object itself or
+    in ``bucket.group``.
+    """
+
+    #: what a checkpoint calls it
+    name: str
+    #: whether :meth:`measure` reads the inputs and adjoints of the layers (``bucket.calls``), which needs the model
+    needs_model: bool = False
+
+    @abstractmethod
+    def measure(self, bucket: Bucket, a: Tensor | None) -> Metric:
+        """Update the statistics and give the metric of this step.
+
+        ``a`` is ``None`` in consistent mode. In paper mode it is a_{k+1}, ``[r]``: statistics are those of Q_θ and
+        V^h, i.e. of gradients and adjoints re-weighted by it. Updates of state are multiplied by ``bucket.ok``: a bad
+        step must leave no trace.
+        """

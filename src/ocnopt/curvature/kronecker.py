@@ -1,0 +1,166 @@
+"""C = A ⊗ C + λI, eq. (kfac): the Gauss-Newton matrix of a layer as a Kronecker product, inverted in its eigenbasis.
+
+A = E[x x^T] over inputs (a bias is an extra input 1), C = E[h̃ h̃^T] over the samples' adjoints at the layer's
+output, h̃ = B·h. With ``ekfac`` the eigenvalues Σ_A ⊗ Σ_C are replaced by second moments of the gradient, measured in
+the eigenbasis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ocnopt.curvature.base import Curvature, Metric
+from ocnopt.layers.base import Adapter
+from ocnopt.linalg import full_precision, safe_eigh
+
+if TYPE_CHECKING:
+    from ocnopt.bucket import Bucket
+    from ocnopt.players import Player
+
+#: samples' gradients formed at a time, in numbers, when second moments are measured
+_CHUNK = 1 << 24
+
+
+@dataclass
+class KroneckerBlock:
+    """C of one layer: U_C (S + λ) U_A^T, ``U_A: [g, a, a]``, ``U_C: [g, c, c]``, ``S: [g, c, a]``."""
+
+    module: nn.Module
+    adapter: Adapter
+    names: tuple[str, ...]
+    U_A: Tensor
+    U_C: Tensor
+    S: Tensor
+    damping: float
+
+    def solve(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        V = self.adapter.to_matrix(self.module, dict(zip(self.names, tensors, strict=True)))
+        V = self.U_C.mT @ V @ self.U_A / (self.S + self.damping)
+        back = self.adapter.from_matrix(self.module, self.U_C @ V @ self.U_A.mT)
+        return [back[n] for n in self.names]
+
+
+@dataclass
+class KroneckerMetric(Metric):
+    blocks: list[KroneckerBlock]
+
+    def solve(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        todo, out = list(vectors), []
+        with full_precision():
+            for block in self.blocks:
+                mine, todo = todo[: len(block.names)], todo[len(block.names) :]
+                out += block.solve(mine)
+        return out
+
+    def select(self, parameters: Sequence[int]) -> KroneckerMetric:
+        wanted, chosen, first = set(parameters), [], 0
+        for block in self.blocks:
+            if first in wanted:
+                chosen.append(block)
+            first += len(block.names)
+        return KroneckerMetric(chosen)
+
+
+class Kronecker(Curvature):
+    name = "kronecker"
+    needs_model = True
+
+    def measure(self, bucket: Bucket, a: Tensor | None) -> KroneckerMetric:
+        with full_precision():
+            states = (bucket.state_of(i) for i in range(len(bucket.players)))
+            return KroneckerMetric([self._block(bucket, p, s, a) for p, s in zip(bucket.players, states, strict=True)])
+
+    def _block(self, bucket: Bucket, player: Player, state: dict[str, Any], a: Tensor | None) -> KroneckerBlock:
+        assert player.adapter is not None
+        assert player.module is not None
+        passes = _inputs(bucket, player, a)
+        x, h = passes[0]
+        if "input_factor" not in state or state["input_factor"].shape[1] != x.shape[3]:
+            for key in (
+                "input_basis",
+                "output_basis",
+                "eigenvalues",
+            ):  # a block that lost or gained its bias starts anew
+                state.pop(key, None)
+            state["input_factor"] = x.new_zeros(x.shape[1], x.shape[3], x.shape[3])
+            state["output_factor"] = h.new_zeros(h.shape[1], h.shape[3], h.shape[3])
+            state["since_refresh"] = 0
+        samples, positions = sum(len(h) for _, h in passes), sum(len(h) * h.shape[2] for _, h in passes)
+        # the first value is the first statistic; a bad step (ok = 0) changes nothing
+        weight = (1 - bucket.group["factor_decay"] * (bucket.steps > 1).to(bucket.ok)) * bucket.ok
+        state["input_factor"].lerp_(sum(_outer(x) for x, _ in passes) / samples, weight)
+        state["output_factor"].lerp_(sum(_outer(h) for _, h in passes) / positions, weight)
+        refreshed = self._refresh_if_due(bucket, state)
+        if bucket.group["ekfac"]:
+            moments = sum(_squares(x @ state["input_basis"], h @ state["output_basis"]) for x, h in passes) / samples
+            state["eigenvalues"].lerp_(moments, bucket.ok if refreshed else weight)
+        basis = (state["input_basis"], state["output_basis"], state["eigenvalues"])
+        return KroneckerBlock(player.module, player.adapter, player.own_names, *basis, bucket.group["damping"])
+
+    def _refresh_if_due(self, bucket: Bucket, state: dict[str, Any]) -> bool:
+        """Renew the eigenbasis every ``refresh_every`` steps; a decomposition that fails leaves the old one."""
+        due = "input_basis" not in state or state["since_refresh"] >= bucket.group["refresh_every"]
+        state["since_refresh"] += 1
+        if not due:
+            return False
+        A, C = safe_eigh(state["input_factor"]), safe_eigh(state["output_factor"])
+        if A is not None and C is not None and bool(bucket.ok):
+            (values_A, state["input_basis"]), (values_C, state["output_basis"]) = A, C
+            state["eigenvalues"] = values_C[:, :, None] * values_A[:, None, :]
+            state["since_refresh"] = 1
+            return True
+        bucket.failed_refreshes += 1
+        if "input_basis" not in state:  # nothing to keep: the diagonals of the factors, in coordinates as they are
+            state["input_basis"], state["output_basis"] = (
+                _eye(state["input_factor"]),
+                _eye(state["output_factor"]),
+            )
+            diagonals = (state[k].diagonal(dim1=1, dim2=2) for k in ("output_factor", "input_factor"))
+            c, d = (v.nan_to_num(0.0, 0.0, 0.0).clamp_min(0) for v in diagonals)
+            state["eigenvalues"] = c[:, :, None] * d[:, None, :]
+        state["since_refresh"] = bucket.group["refresh_every"]  # try again at the next step
+        return False
+
+
+def _inputs(bucket: Bucket, player: Player, a: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+    """Inputs x and per-sample adjoints h̃ = B·h, ``[batch, blocks, shared, features]``, of each forward pass.
+
+    A module used several times in one pass has more shared positions.
+    """
+    assert player.adapter is not None
+    ok, passes = bucket.ok.bool(), []
+    samples = sum(calls[0].batch for calls in bucket.calls[player.name])
+    for calls in bucket.calls[player.name]:
+        if a is not None:
+            calls = [call.weighted(bucket.groups.expand(a)) for call in calls]
+        uses = [player.adapter.kronecker_inputs(call) for call in calls]
+        x, h = torch.cat([use.x for use in uses], 2), torch.cat([use.h for use in uses], 2)
+        passes.append((torch.where(ok, x, 0), torch.where(ok, h, 0) * samples))
+    return passes
+
+
+def _outer(v: Tensor) -> Tensor:
+    """Σ over batch and shared positions of v v^T, ``[blocks, n, n]``."""
+    flat = v.transpose(0, 1).flatten(1, 2)
+    return flat.mT @ flat
+
+
+def _squares(x: Tensor, h: Tensor) -> Tensor:
+    """Σ_i (Σ_t h_it x_it^T)², elementwise, ``[blocks, c, a]``."""
+    B, g, T, a = x.shape
+    if T == 1:  # the square of a product is the product of squares
+        return torch.einsum("bgtc,bgta->gca", h.square(), x.square())
+    total = x.new_zeros(g, h.shape[3], a)
+    step = max(1, _CHUNK // max(1, g * h.shape[3] * a))
+    for i in range(0, B, step):
+        total += (h[i : i + step].mT @ x[i : i + step]).square().sum(0)
+    return total
+
+
+def _eye(factor: Tensor) -> Tensor:
+    return torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device).expand_as(factor).clone()

@@ -1,0 +1,107 @@
+"""What a step did, kept on the device until somebody asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ocnopt.summary import table
+
+if TYPE_CHECKING:
+    from ocnopt.problem import Kernels
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One stage of the last step."""
+
+    name: str
+    trace: float  #: trace of the stage kernel K: how far the layer alone would move the loss
+    w_min: float  #: smallest and largest weight that the policy gave to a group of samples; 1 is plain descent
+    w_max: float
+    s: float  #: change of the loss that the layers before are predicted (nonlinear: measured) to have made
+    clamped: int  #: weights that were moved back into [0, 1]
+    projections: int  #: eigenvalues cut to keep the value function convex (paper mode)
+
+
+@dataclass
+class Diagnostics:
+    """The last step, layer by layer. Reading a value waits for the device; a step that nobody asks about costs nothing.
+
+    Empty (``layers == []``) before the first step and with the feedback off.
+    """
+
+    names: Sequence[str] = ()
+    kernels: Kernels | None = field(default=None, repr=False)
+    asked: Tensor | None = field(default=None, repr=False)  # w before clamping, [S, r]
+    w: Tensor | None = field(default=None, repr=False)
+    measured_s: Tensor | None = field(default=None, repr=False)
+    projections: Tensor | None = field(default=None, repr=False)
+    measured_change: Tensor | None = field(default=None, repr=False)
+    skipped: Tensor | None = field(default=None, repr=False)
+    failed_refreshes: int = 0  #: eigendecompositions that failed in this step; the last good ones were kept
+    actual: Callable[[], float] | None = field(default=None, repr=False)
+
+    @property
+    def s(self) -> Tensor | None:
+        """s_k of each stage, ``[S, r]``."""
+        if self.measured_s is not None or self.kernels is None:
+            return self.measured_s
+        changes = self._change(self.kernels.plan)
+        return changes.cumsum(0) - changes
+
+    def _change(self, kernels: tuple[Tensor, Tensor]) -> Tensor:
+        assert self.w is not None
+        return -(torch.einsum("kij,kj->ki", kernels[0], self.w) + kernels[1])
+
+    @cached_property
+    def layers(self) -> list[LayerReport]:
+        if self.w is None or self.kernels is None or self.s is None or self.asked is None or self.projections is None:
+            return []
+        traces = self.kernels.K.diagonal(dim1=1, dim2=2).sum(1)
+        clamped = (self.asked != self.w).sum(1)
+        columns = (traces, self.w.amin(1), self.w.amax(1), self.s.sum(1), clamped, self.projections)
+        rows = torch.stack([c.to(torch.float64) for c in columns], 1).tolist()
+        return [
+            LayerReport(name, trace, low, high, s, round(clamps), round(cuts))
+            for name, (trace, low, high, s, clamps, cuts) in zip(self.names, rows, strict=True)
+        ]
+
+    @cached_property
+    def predicted_change(self) -> float | None:
+        """The change of the loss that the step is expected to have made; after a nonlinear rollout ⟨∂L/∂x_K, δx_K⟩."""
+        if self.measured_change is not None:
+            return float(self.measured_change)
+        return None if self.kernels is None else float(self._change(self.kernels.taken).sum())
+
+    @cached_property
+    def actual_change(self) -> float | None:
+        """The change of the loss that the step made, when ``step`` was given a closure: it is called once more, now.
+
+        Ask before the next step. Gradients, buffers and random numbers are left as they are.
+        """
+        return None if self.actual is None else self.actual()
+
+    @cached_property
+    def skipped_steps(self) -> int:
+        """Steps so far that were skipped because a loss or gradient was not finite."""
+        return 0 if self.skipped is None else int(self.skipped)
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                x.name,
+                f"{x.trace:.3g}",
+                f"{x.w_min:.3f} … {x.w_max:.3f}",
+                f"{x.s:+.3g}",
+                str(x.clamped),
+                str(x.projections),
+            )
+            for x in self.layers
+        ]
+        return table(("layer", "trace K", "w", "s", "clamped", "projected"), rows)

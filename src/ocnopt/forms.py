@@ -1,0 +1,124 @@
+"""Which form of group gradients each player gets, and how it is built from the tape."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ocnopt import layers
+from ocnopt.capture import Record
+from ocnopt.curvature import Identity
+from ocnopt.gradients import Explicit, Gram, GramRow, GroupGradients, Shared
+from ocnopt.groups import Groups
+from ocnopt.layers.base import Call, compute_dtype
+from ocnopt.multi import masked
+from ocnopt.players import Player
+
+
+def gradient_of(p: Tensor) -> Tensor:
+    assert p.grad is not None
+    return p.grad
+
+
+class Calls:
+    """The records of a step, by player."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self.by_module: dict[str, list[Record]] = defaultdict(list)
+        for record in records:
+            if 0 in record.h:
+                self.by_module[record.name].append(record)
+
+    def records(self, player: Player) -> list[Record]:
+        return [record for name in player.module_names for record in self.by_module[name]]
+
+    def by_pass(self, player: Player) -> list[list[Call]]:
+        """The calls of a player's modules, by forward pass."""
+        passes: dict[int, list[Call]] = defaultdict(list)
+        for record in self.records(player):
+            passes[id(record.origin)].append(record.call())
+        return list(passes.values())
+
+    def why_unusable(self, player: Player) -> str | None:
+        """Why the calls of a player cannot be read sample by sample, or ``None`` if they can."""
+        why = player.why_no_adapter()
+        if why is not None:
+            return why
+        records = self.records(player)
+        if not records:
+            return "its calls were not seen"
+        if not all(record.rows_are_samples() for record in records):
+            return "dimension 0 of its input or output does not run over the samples"
+        return None
+
+
+class Forms:
+    """Chooses and builds the group gradients of players."""
+
+    def __init__(
+        self, records: Sequence[Record], groups: Groups, fractions: Tensor, ok: Tensor, maximize: bool
+    ) -> None:
+        self.calls, self.groups, self.fractions = Calls(records), groups, fractions
+        self.ok, self.maximize = ok, maximize
+        self._columns: dict[int, dict[str, Tensor]] = {}
+
+    def kind(self, player: Player) -> type[GroupGradients]:
+        if self.groups.rank == 1 or self.calls.why_unusable(player) is not None:
+            return Shared
+        records = self.calls.records(player)
+        alone = len(records) == 1 and isinstance(player.curvature, Identity)
+        assert player.adapter is not None
+        return Gram if alone and player.adapter.prefers_gram(records[0].call(), self.groups.rank) else Explicit
+
+    def build(self, kind: type[GroupGradients], players: Sequence[Player]) -> GroupGradients:
+        params = [p for player in players for p in player.params]
+        grads = [gradient_of(p).detach().to(compute_dtype(p.dtype)) for p in params]
+        grads = masked(grads, self.ok.to(params[0].device))
+        if self.maximize:
+            torch._foreach_neg_(grads)
+        fractions = self.fractions.to(grads[0])
+        if kind is Shared:
+            return Shared(grads, fractions)
+        if kind is Explicit:
+            uses = [uses for player in players for uses in player.uses]
+            columns = [self._summed([self._gradient(u.module_name, u.own_name) for u in use]) for use in uses]
+            return Explicit([Explicit.adding_up_to(g, G, fractions) for g, G in zip(grads, columns, strict=True)])
+        return self._gram(players, grads, fractions)
+
+    def _gram(self, players: Sequence[Player], grads: Sequence[Tensor], fractions: Tensor) -> Gram:
+        rows, calls = [], {}
+        for player, grad in zip(players, grads, strict=True):  # the identity metric: one parameter a player
+            (record,) = self.calls.records(player)
+            if id(record) not in calls:
+                call = record.call()
+                calls[id(record)] = replace(call, h=self._cleaned(call.h))
+            assert player.adapter is not None
+            rows.append(GramRow(player.adapter, calls[id(record)], player.own_names[0], grad))
+        return Gram.of(rows, self.groups, fractions)
+
+    def _gradient(self, module_name: str, own_name: str) -> Tensor:
+        """Group gradients of one parameter as one module uses it, summed over the module's calls."""
+        return self._summed([self._of_record(r)[own_name] for r in self.calls.by_module[module_name]])
+
+    def _of_record(self, record: Record) -> dict[str, Tensor]:
+        if id(record) not in self._columns:
+            adapter, _ = layers.find(record.module)
+            assert adapter is not None
+            columns = adapter.group_gradients(record.call(), self.groups)
+            self._columns[id(record)] = {name: self._cleaned(G) for name, G in columns.items()}
+        return self._columns[id(record)]
+
+    def _cleaned(self, t: Tensor) -> Tensor:
+        t = torch.where(self.ok.to(t.device), t, 0)
+        return -t if self.maximize else t
+
+    @staticmethod
+    def _summed(tensors: Sequence[Tensor]) -> Tensor:
+        total = tensors[0]
+        for t in tensors[1:]:
+            total = total + t
+        return total

@@ -1,0 +1,64 @@
+"""Small dense linear algebra that never ends a training run.
+
+An eigendecomposition or Cholesky factorisation may fail on a matrix that is singular, badly scaled or not finite. Each
+function here climbs a ladder (symmetrise, add a jitter relative to the matrix' own scale, retry in float64, retry on
+the CPU) and reports whether it arrived, so that the caller can keep its last good factor and count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+def symmetrise(matrix: Tensor) -> Tensor:
+    return (matrix + matrix.mT) / 2
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Factors and kernels are sums that later get inverted: TF32 and friends are off while they are formed."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def safe_eigh(matrix: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Eigenvalues and eigenvectors of symmetric positive semi-definite matrices ``[..., n, n]``, or ``None``.
+
+    Eigenvalues come back clamped at zero. ``None`` means that the matrix is not finite or that every rung failed.
+    """
+    matrix = symmetrise(matrix)
+    if not bool(torch.isfinite(matrix).all()):
+        return None
+    scale = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    jittered = matrix + scale * eye * 16 * torch.finfo(matrix.dtype).eps
+    rungs = (matrix, jittered, jittered.double(), jittered.double().cpu())
+    for rung in rungs:
+        try:
+            values, vectors = torch.linalg.eigh(rung)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # missing in torch's stubs
+            continue
+        if bool(torch.isfinite(values).all()) and bool(torch.isfinite(vectors).all()):
+            return values.clamp_min(0).to(matrix), vectors.to(matrix)
+    return None
+
+
+def solve_spd(matrix: Tensor, rhs: Tensor) -> Tensor:
+    """Solve J w = v for symmetric positive definite J ``[..., r, r]`` and v ``[..., r]``, without synchronisation.
+
+    One Cholesky factorisation for the whole batch. Where it breaks down (a kernel that overflowed, say) the answer is
+    NaN, for the caller to mask.
+    """
+    if matrix.shape[-1] == 1:
+        return rhs / matrix[..., 0]
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    answer = torch.cholesky_solve(rhs[..., None], factor)[..., 0]
+    return torch.where((info == 0)[..., None], answer, torch.nan)

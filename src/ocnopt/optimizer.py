@@ -1,0 +1,372 @@
+"""OCNOpt as a :class:`torch.optim.Optimizer`: arguments, parameter groups, state; it calls the other rooms in order."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from ocnopt import arguments
+from ocnopt.capture import Need, Pass, Tape
+from ocnopt.curvature import BY_NAME, Curvature
+from ocnopt.diagnostics import Diagnostics
+from ocnopt.forms import Calls
+from ocnopt.groups import Groups
+from ocnopt.play import Snapshot, play
+from ocnopt.players import Player, find_uses, gather, resolve
+from ocnopt.probe import mixed_layers
+from ocnopt.problem import Problem, pose
+from ocnopt.remeasure import Remeasure
+from ocnopt.rng import RNGState
+from ocnopt.stages import Stages
+from ocnopt.summary import summarise
+
+
+class OCNOpt(Optimizer):
+    """Optimal Control Theoretic Neural Optimizer: every layer gets a feedback policy from dynamic programming.
+
+    With nothing but parameters it is meant as a first choice without learning-rate search or warm-up. Letters in
+    brackets are the paper's.
+
+    Args:
+        params: tensors, named pairs or groups, as for every optimizer of torch. Groups may set any of the arguments
+            below, except those of the whole game: ``feedback``, ``rank``, ``gauss_newton``, ``bellman``, ``clamp``,
+            ``maximize``.
+        lr: step size (η). Part of the problem that the Bellman equation solves, hence forgiving.
+        model: the network that holds the parameters. Needed for ``rank`` > 1, ``feedback="nonlinear"`` and Kronecker
+            curvature.
+        curvature: metric of the parameters (Q_θθ): ``"identity"``, ``"adaptive"``, ``"kronecker"`` or a
+            :class:`~ocnopt.curvature.Curvature`. With the feedback off these are SGD, RMSprop or Adam, and K-FAC.
+        feedback: how the policy learns what the layers before have changed: ``"linear"`` predicts it, at no cost;
+            ``"nonlinear"`` measures it by a second forward pass, the paper's way; ``"off"`` plays no game.
+        rank: number of groups of samples (r) that are weighed against each other; ``"full"`` is one group a sample.
+        gauss_newton: Gauss-Newton factor (β). Larger is more cautious: no step is planned to lower the loss by more
+            than 1/β².
+        bellman: ``"consistent"`` keeps the Gauss-Newton term in Q_θθ; ``"paper"`` replaces Q_θθ by the curvature, as
+            printed.
+        clamp: keep the weights of the groups in [0, 1].
+        momentum, ema, nesterov: momentum (μ), inside the recursion. ``ema=True`` averages as Adam does, ``ema=False``
+            is torch's SGD.
+        weight_decay, decoupled_weight_decay: γ; decoupled is AdamW's.
+        maximize: climb instead of descending.
+        decay, eps, bias_correction: of the adaptive curvature. ``bias_correction`` also corrects an averaged momentum.
+        damping, factor_decay, refresh_every, ekfac: of the Kronecker curvature: λ, memory of the factors, steps
+            between two eigendecompositions, and whether eigenvalues are measured in the eigenbasis (EKFAC).
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        *,
+        model: nn.Module | None = None,
+        curvature: str | Curvature = "adaptive",
+        feedback: str = "linear",
+        rank: int | str = 1,
+        gauss_newton: float = 1.0,
+        bellman: str = "consistent",
+        clamp: bool = True,
+        momentum: float = 0.9,
+        ema: bool = True,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        decoupled_weight_decay: bool = False,
+        maximize: bool = False,
+        decay: float = 0.99,
+        eps: float = 1e-8,
+        bias_correction: bool = True,
+        damping: float = 1e-3,
+        factor_decay: float = 0.95,
+        refresh_every: int = 100,
+        ekfac: bool = True,
+    ) -> None:
+        defaults = {k: v for k, v in locals().items() if k not in ("self", "params", "model", "__class__")}
+        arguments.check(defaults)
+        self._reset()
+        super().__init__(params, defaults)
+        if model is not None:
+            self.attach(model)
+        elif (why := self._why_model()) is not None:
+            raise ValueError(f"{why} needs the network: pass model=... as well")
+
+    def _reset(self) -> None:
+        """What is not state: a copy or an unpickled optimizer starts from here, attached to no model."""
+        self._model: nn.Module | None = None
+        self._tape: Tape | None = None
+        self._roster: tuple[Any, list[Player]] | None = None
+        self._stages: Stages | None = None
+        self._fallbacks: dict[int, str] = {}
+        self._mixed: dict[tuple[Any, ...], frozenset[str]] = {}
+        self._names: list[str] = []
+        self._count = 0
+        self._diagnostics = Diagnostics()
+        self._skipped: Tensor | None = None
+        self._first_bad: Tensor | None = None
+        self._reported = 0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._reset()
+        super().__setstate__(state)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        before = len(self.param_groups)
+        super().add_param_group(param_group)
+        try:
+            arguments.check(self.param_groups[-1])
+            arguments.check_agreement(self.param_groups)
+        except ValueError:
+            del self.param_groups[before:]
+            raise
+        self._roster = None
+
+    # --- the model ---
+
+    def attach(self, model: nn.Module) -> None:
+        """Watch this model. Do it before ``torch.compile`` and before the forward pass of the step that needs it."""
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        mine = {id(p) for group in self.param_groups for p in group["params"]}
+        if not any(id(p) in mine for p in model.parameters()):
+            raise ValueError("model holds none of the parameters of this optimizer")
+        self.detach()
+        self._model = model
+        if self._need():
+            self._hook()
+
+    def detach(self) -> None:
+        """Take the hooks off the model and forget it."""
+        if self._tape is not None:
+            self._tape.remove()
+        self._model, self._tape, self._roster, self._stages = None, None, None, None
+        self._fallbacks, self._mixed = {}, {}
+
+    def _hook(self) -> None:
+        assert self._model is not None
+        uses = [use for each in find_uses(self._model).values() for use in each]
+        self._tape = Tape(self._model, {use.module_name: use.module for use in uses}, self._need)
+        self._tape.randomised = {u.module_name for u in uses if u.adapter is not None and u.adapter.needs_rng(u.module)}
+
+    def _need(self) -> Need:
+        group = self.param_groups[0]
+        playing = group["feedback"] != "off"
+        kronecker = any(resolve(g["curvature"]).needs_model for g in self.param_groups)
+        return Need(
+            order=playing and group["bellman"] == "paper",
+            calls=kronecker or (playing and group["rank"] != 1),
+            states=group["feedback"] == "nonlinear",
+        )
+
+    def _why_model(self) -> str | None:
+        return next((why for g in self.param_groups if (why := arguments.why_model(g)) is not None), None)
+
+    # --- a step ---
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step. The closure, if any, is called once, with gradients enabled, and its loss returned."""
+        loss, rng = None, None
+        if closure is not None:
+            rng = RNGState.capture({p.device for group in self.param_groups for p in group["params"]})
+            with torch.enable_grad():
+                loss = closure()
+        self._check()
+        try:
+            players = [p for p in self._players() if all(q.grad is not None for q in p.params)]
+            if players:
+                self._step(players, loss, closure, rng)
+        finally:
+            if self._tape is not None:
+                self._tape.clear()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        if self._tape is not None:
+            self._tape.clear()
+
+    def _check(self) -> None:
+        """Everything that can be wrong is found here, before anything is touched."""
+        for group in self.param_groups:
+            arguments.check(group)
+            for p in group["params"]:
+                if p.grad is not None and (p.grad.layout != torch.strided or p.grad.is_complex()):
+                    kind = "complex" if p.grad.is_complex() else "sparse"
+                    raise RuntimeError(
+                        f"OCNOpt does not support {kind} gradients (a parameter of shape {tuple(p.shape)})"
+                    )
+        arguments.check_agreement(self.param_groups)
+        if self._need() and self._tape is None:
+            why = self._why_model() or "bellman='paper' with a model"
+            if self._model is not None:  # the groups were changed since the last forward pass
+                self._hook()
+                raise RuntimeError(f"{why} was asked for after the forward pass: run forward and backward again")
+            if self._why_model() is not None:
+                raise RuntimeError(f"{why} needs the network: call attach(model) before the forward pass")
+
+    def _players(self) -> list[Player]:
+        groups = self.param_groups
+        lr_pattern = tuple(
+            next(i for i, h in enumerate(groups) if h["lr"] is g["lr"] or h["lr"] == g["lr"]) for g in groups
+        )
+        trained = tuple(p.requires_grad for g in groups for p in g["params"])
+        key = (tuple((id(g), len(g["params"]), g["curvature"]) for g in groups), lr_pattern, trained)
+        if self._roster is None or self._roster[0] != key:
+            self._roster = key, gather(groups, self._model)
+        return self._roster[1]
+
+    def _step(
+        self, players: list[Player], loss: Any, closure: Callable[[], float] | None, rng: RNGState | None
+    ) -> None:
+        group = self.param_groups[0]
+        this = self._pass()
+        groups = self._groups(this)
+        self._find_fallbacks(players, groups.rank > 1)
+        self._stages = Stages.assign(players, self._order(this))
+        records = self._tape.records if self._tape is not None else []
+        before = loss if isinstance(loss, Tensor) else None
+        with Snapshot(players, self.state) if group["feedback"] == "nonlinear" else nullcontext():
+            problem = pose(players, self._stages.of_player, records, self.state, groups, before, group["maximize"])
+            self._diagnostics = play(problem, self._stages, group, self._tape, this)
+        problem.tick()
+        self._count += 1
+        self._count_skipped(problem)
+        if closure is not None and before is not None and rng is not None:
+            self._diagnostics.actual = Remeasure(self, closure, before.detach(), rng)
+
+    def _pass(self) -> Pass | None:
+        """The forward pass of this step, where the configuration plays on single samples or runs it again."""
+        group = self.param_groups[0]
+        if self._tape is None or group["feedback"] == "off" or (group["rank"] == 1 and group["feedback"] == "linear"):
+            return None
+        what = "feedback='nonlinear'" if group["feedback"] == "nonlinear" else f"rank={group['rank']!r}"
+        passes = self._tape.passes
+        if len(passes) > 1:
+            raise RuntimeError(
+                f"{what} needs exactly one forward pass of the attached model in each step, but {len(passes)} calls "
+                f"contributed to the gradients; use feedback='linear' with rank=1 here"
+            )
+        if not passes or passes[0].batch is None:
+            raise RuntimeError(
+                f"{what} needs a forward and backward pass of the attached model itself since the last step; "
+                f"none was seen"
+            )
+        if group["feedback"] == "nonlinear" and passes[0].inputs_changed():
+            raise RuntimeError(
+                f"{what} runs the model again, but its input was changed in place since the forward pass"
+            )
+        return passes[0]
+
+    def _groups(self, this: Pass | None) -> Groups:
+        if this is None or this.batch is None:
+            return Groups(1, 1)
+        rank = self.param_groups[0]["rank"]
+        return Groups(this.batch, this.batch if rank == "full" else rank)
+
+    def _order(self, this: Pass | None) -> list[str] | None:
+        if this is not None:
+            return this.order
+        if self._tape is not None and self._tape.order:
+            return self._tape.order
+        return None if self._model is None else [name for name, _ in self._model.named_modules()]
+
+    def _find_fallbacks(self, players: list[Player], split: bool) -> None:
+        """Layers whose calls cannot be read as the configuration asks: each is said once, by name."""
+        if self._tape is None or not (split or any(p.curvature.needs_model for p in players)):
+            return
+        for this in self._tape.passes:
+            key = (*this.order, this.batch)
+            if key not in self._mixed:
+                self._mixed[key] = mixed_layers(self._tape, this)
+            this.mixed = self._mixed[key]
+        calls = Calls(self._tape.records)
+        for player in players:
+            needed = player.curvature.needs_model
+            why = calls.why_unusable(player) if needed or split else None
+            if why is None:
+                continue
+            effects = ["its gradient is not split into groups of samples"] if split else []
+            if needed:
+                player.curvature = BY_NAME["adaptive"]
+                player.notes.append(f"{why}: adaptive curvature")
+                effects.append("its curvature is adaptive")
+            if self._fallbacks.get(id(player)) != why:
+                self._fallbacks[id(player)] = why
+                warnings.warn(f"{player.name}: {why}; {' and '.join(effects)}", stacklevel=5)
+
+    # --- looking at it ---
+
+    @property
+    def diagnostics(self) -> Diagnostics:
+        """The last step, layer by layer. Warns if steps were skipped since it was last asked for."""
+        if self._skipped is not None:
+            self._diagnostics.skipped = self._skipped
+            skipped = int(self._skipped)
+            if skipped > self._reported:
+                bad = int(self._first_bad) if self._first_bad is not None else -1
+                where = f"the gradient of {self._names[bad]!r}" if 0 <= bad < len(self._names) else "the loss"
+                warnings.warn(
+                    f"{skipped - self._reported} step(s) skipped: {where} was not finite; "
+                    f"parameters and state are unharmed",
+                    stacklevel=2,
+                )
+                self._reported = skipped
+        return self._diagnostics
+
+    def _count_skipped(self, problem: Problem) -> None:
+        bad = 1 - problem.ok
+        if self._skipped is None or self._first_bad is None:
+            self._skipped, self._first_bad = torch.zeros_like(bad), torch.full_like(bad, -1)
+        first = torch.where(problem.finite.all(), -1.0, problem.finite.to(bad.dtype).argmin().to(bad.dtype))
+        self._skipped = self._skipped + bad
+        self._first_bad = torch.where(bad.bool(), first, self._first_bad)
+        self._names = [p.name for p in problem.players]
+
+    def summary(self) -> str:
+        """Print and return one table: layer, adapter, curvature, stage, parameters, what falls back and why."""
+        group = self.param_groups[0]
+        split = group["feedback"] != "off" and group["rank"] != 1
+        text = summarise(self._players(), self._stages, split, self._fallbacks)
+        print(text)
+        return text
+
+    # --- checkpoints ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; a curvature of your own is saved by its name."""
+        saved = super().state_dict()
+        for group in saved["param_groups"]:
+            if isinstance(group["curvature"], Curvature):
+                group["curvature"] = group["curvature"].name
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, except that state keeps its precision: float32 averages of bfloat16 weights stay float32."""
+        mine = [resolve(g["curvature"]) for g in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, curvature in zip(self.param_groups, mine, strict=True):
+            if group["curvature"] not in BY_NAME:
+                if curvature.name != group["curvature"]:
+                    raise ValueError(
+                        f"the checkpoint has curvature {group['curvature']!r}, this optimizer {curvature.name!r}"
+                    )
+                group["curvature"] = curvature
+        order = [i for g in state_dict["param_groups"] for i in g["params"]]
+        params = [p for g in self.param_groups for p in g["params"]]
+        clocks: dict[tuple[float, torch.device], Tensor] = {}
+        for i, p in zip(order, params, strict=True):
+            for key, value in state_dict["state"].get(i, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[p][key] = value.to(p.device, copy=True)
+                if key == "step":  # parameters that started together share one clock
+                    self.state[p][key] = clocks.setdefault((float(value), p.device), self.state[p][key])
+        self._roster = None

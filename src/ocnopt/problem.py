@@ -1,0 +1,225 @@
+"""One step as a control problem: players, stages, group gradients; then kernels, policy and action."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ocnopt.bellman import Consistent, Paper, Policy, terminal_precision
+from ocnopt.bucket import Bucket, Scalar
+from ocnopt.capture import Record
+from ocnopt.forms import Forms, gradient_of
+from ocnopt.groups import Groups
+from ocnopt.layers.base import compute_dtype
+from ocnopt.linalg import full_precision
+from ocnopt.multi import finite
+from ocnopt.players import Player
+
+
+@dataclass
+class Part:
+    """The rows of one bucket: kernels and linear costs by parameter, before they are added up by stage."""
+
+    place: Tensor  # [stages, rows] of zeros and ones
+    K: Tensor  # [rows, r, r]
+    u: Tensor  # [rows, r]: what goes through the metric
+    free: (
+        Tensor | None
+    )  # [rows, r]: a decoupled decay drifts by ηγθ at each step, whatever fraction of the rest is taken
+    step: Scalar  # of the rollout: 1, or η in paper mode, where the step size is outside the metric
+    fraction: Scalar  # φ
+
+    def sums(self, step: Scalar = 1.0, fraction: Scalar = 1.0) -> tuple[Tensor, Tensor]:
+        u = step * fraction * self.u
+        if self.free is not None:
+            u = u + step * self.free
+        K = step * fraction * self.K
+        return torch.tensordot(self.place, K.to(self.place), 1), torch.tensordot(self.place, u.to(self.place), 1)
+
+
+@dataclass
+class Kernels:
+    """What the recursion needs of each stage, ``K: [S, r, r]`` and ``u: [S, r]``, and what weights w are expected to
+    change.
+    """
+
+    parts: list[Part]
+    K: Tensor = field(init=False)
+    u: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.K, self.u = self._add([part.sums() for part in self.parts])
+
+    @cached_property
+    def plan(self) -> tuple[Tensor, Tensor]:
+        """(K, u) such that the full step of weights w changes the groups' losses by −(K w + u), to first order."""
+        return self._add([part.sums(part.step) for part in self.parts])
+
+    @cached_property
+    def taken(self) -> tuple[Tensor, Tensor]:
+        """The same for the fraction φ of the step that is really taken."""
+        return self._add([part.sums(part.step, part.fraction) for part in self.parts])
+
+    @staticmethod
+    def _add(sums: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        K, u = sums[0]
+        for more_K, more_u in sums[1:]:
+            K, u = K + more_K, u + more_u
+        return K, u
+
+
+@dataclass
+class Problem:
+    """The players of one step, in buckets. ``ok`` is 1 on the device, or 0 if this step must leave no trace."""
+
+    players: list[Player]
+    stages: list[int]
+    buckets: list[Bucket]
+    groups: Groups
+    fractions: Tensor
+    ok: Tensor
+    finite: Tensor  # [players]
+    count: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.count = max(self.stages, default=-1) + 1
+
+    # --- the backward pass of dynamic programming ---
+
+    def solve(self, mode: str, gauss_newton: float) -> tuple[Policy, Kernels]:
+        precision = terminal_precision(self.fractions, gauss_newton)
+        with full_precision():
+            if mode == "consistent":
+                for bucket in self.buckets:
+                    bucket.metric = bucket.curvature.measure(bucket, None)
+                kernels = Kernels([self._part(bucket, paper=False) for bucket in self.buckets])
+                return Consistent(kernels.K, kernels.u, precision), kernels
+            return self._solve_backward(precision)
+
+    def _solve_backward(self, precision: Tensor) -> tuple[Paper, Kernels]:
+        """Paper mode: the metric of a stage depends on a_{k+1}, i.e. on the metrics of all later stages."""
+        policy, parts = Paper(precision), []
+        split = [[bucket.select(k) for bucket in self.buckets] for k in range(self.count)]
+        for k in reversed(range(self.count)):
+            here = [bucket for bucket in split[k] if bucket is not None]
+            for bucket in here:
+                bucket.metric = bucket.curvature.measure(bucket, policy.a.to(bucket.ok))
+            mine = [self._part(bucket, paper=True) for bucket in here]
+            stage = Kernels(mine)
+            policy.add_stage(stage.K[k], stage.u[k])
+            parts += mine
+        policy.finish()
+        self.buckets = [bucket for stage in split for bucket in stage if bucket is not None]
+        return policy, Kernels(parts)
+
+    def _part(self, bucket: Bucket, paper: bool) -> Part:
+        assert bucket.metric is not None
+        lr = bucket.group["lr"]
+        scale, step = (bucket.gain, lr) if paper else (bucket.gain * lr, 1.0)
+        Gi = bucket.gradients.preconditioned(bucket.metric)
+        K = scale * bucket.gradients.kernels(Gi)
+        cost, drift = bucket.linear_cost(Gi), bucket.decoupled_drift()
+        u = torch.zeros_like(K[:, 0]) if cost is None else scale * cost
+        free = None if drift is None else drift * (1.0 if paper else lr)
+        place = _placement(bucket.parameter_stages(), self.count, self.fractions)
+        return Part(place, K, u, free, step, bucket.fraction)
+
+    # --- acting ---
+
+    def act(self, stage: int | None, w: Tensor) -> None:
+        """Update the players of one stage, or of all of them, with weights w."""
+        for bucket in self.buckets:
+            chosen = bucket if stage is None else bucket.select(stage)
+            if chosen is not None:
+                chosen.apply(w.to(bucket.ok))
+
+    def tick(self) -> None:
+        """Advance the clocks: a step that was masked did not happen."""
+        for clock in {id(b.clock): b.clock for b in self.buckets}.values():
+            clock += self.ok.to(clock)
+
+    @property
+    def failed_refreshes(self) -> int:
+        return sum(bucket.failed_refreshes for bucket in self.buckets)
+
+
+_PLACEMENTS: dict[tuple[Any, ...], Tensor] = {}
+
+
+def _placement(stages: Sequence[int], count: int, like: Tensor) -> Tensor:
+    """``[stages, players]`` of zeros and ones: a sum by matrix product is deterministic and has no loop over players."""
+    key = (tuple(stages), count, like.dtype, like.device)
+    if key not in _PLACEMENTS:
+        if len(_PLACEMENTS) > 256:
+            _PLACEMENTS.clear()
+        rows = [[1.0 if stage == k else 0.0 for stage in stages] for k in range(count)]
+        _PLACEMENTS[key] = torch.tensor(rows, dtype=like.dtype, device=like.device)
+    return _PLACEMENTS[key]
+
+
+# --- posing the problem ---
+
+
+def pose(
+    players: list[Player],
+    stage_of: Mapping[int, int],
+    records: Sequence[Record],
+    state: Mapping[Tensor, dict[str, Any]],
+    groups: Groups,
+    loss: Tensor | None,
+    maximize: bool,
+) -> Problem:
+    """Collect gradients, check that they are finite, give every player its form of group gradients and fill the
+    buckets.
+    """
+    device = players[0].params[0].device
+    fine = torch.stack([finite([gradient_of(q) for q in p.params]).all().to(device) for p in players])
+    ok = fine.all()
+    if loss is not None:
+        ok = ok & torch.isfinite(loss.detach()).all().to(device)
+    dtype = torch.promote_types(torch.float32, players[0].params[0].dtype)
+    fractions = groups.fractions(torch.empty(0, dtype=dtype, device=device))
+    forms = Forms(records, groups, fractions, ok, maximize)
+    sorted_in: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    fresh: dict[torch.device, Tensor] = {}
+    for i, player in enumerate(players):
+        first = player.params[0]
+        for p in player.params:
+            if not state[p]:
+                state[p]["step"] = fresh.setdefault(p.device, torch.zeros((), device=p.device))
+        clock = state[first]["step"]
+        sorted_in[id(player.group), player.curvature, first.device, first.dtype, id(clock), forms.kind(player)].append(
+            i
+        )
+    stages = [stage_of[id(p)] for p in players]
+    buckets = []
+    for (*_, kind), chosen in sorted_in.items():
+        theirs = [players[i] for i in chosen]
+        params = [q for p in theirs for q in p.params]
+        buckets.append(
+            Bucket(
+                group=theirs[0].group,
+                curvature=theirs[0].curvature,
+                players=theirs,
+                params=params,
+                states=[state[q] for q in params],
+                stages=[stages[i] for i in chosen],
+                gradients=forms.build(kind, theirs),
+                groups=groups,
+                calls={p.name: forms.calls.by_pass(p) for p in theirs} if theirs[0].curvature.needs_model else {},
+                clock=state[params[0]]["step"],
+                ok=ok.to(params[0].device, compute_dtype(params[0].dtype)),
+            )
+        )
+    return Problem(players, stages, buckets, groups, fractions, ok.to(dtype), fine)
+
+
+def _grad(p: Tensor) -> Tensor:
+    assert p.grad is not None
+    return p.grad

@@ -1,0 +1,59 @@
+"""The state of the random number generators, kept so that a piece of a forward pass can be repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RNGState:
+    """Snapshot of the default generators of the CPU and of chosen devices.
+
+    Reading or setting one does not wait for the device: its generator is a seed and an offset held by the
+    host. A ``torch.Generator`` that a module made for itself is not part of it.
+    """
+
+    states: dict[torch.device, Tensor]
+
+    @classmethod
+    def capture(cls, devices: Iterable[torch.device | str] = ()) -> RNGState:
+        """The present state: the CPU's always, and that of each device named (repetitions do no harm)."""
+        wanted = dict.fromkeys([torch.device("cpu"), *map(torch.device, devices)])
+        return cls({device: _get(device) for device in wanted})
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Run a block with these random numbers; afterwards the generators go on as if it never ran."""
+        present = RNGState.capture(self.states)
+        try:
+            self._apply()
+            yield
+        finally:
+            present._apply()
+
+    def _apply(self) -> None:
+        for device, state in self.states.items():
+            _set(device, state)
+
+
+def _get(device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    if device.type == "mps":  # one device, and so no argument to name it
+        return torch.mps.get_rng_state()
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def _set(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    elif device.type == "mps":
+        torch.mps.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
