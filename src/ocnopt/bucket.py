@@ -4,6 +4,7 @@ operation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -93,8 +94,12 @@ class Bucket:
 
     @property
     def _momentum_correction(self) -> Scalar:
-        mu = self.group["momentum"]
-        return 1 - mu**self.steps if self.group["bias_correction"] and mu else 1.0
+        averaged = self.group["ema"] and self.group["bias_correction"]
+        return self.weight_of_average(self.group["momentum"]) if averaged else 1.0
+
+    def weight_of_average(self, mu: float) -> Scalar:
+        """1 − μ^t, what an average that started at zero lacks; without loss of digits where μ is close to 1."""
+        return -torch.expm1(self.steps * math.log(mu)) if mu else 1.0
 
     def linear_cost(self, preconditioned: GroupGradients) -> Tensor | None:
         """G^T C^{-1} ℓ, ``[rows, r]``, with ℓ = γθ + (what is left of the momentum), or ``None`` if there is no ℓ."""

@@ -188,6 +188,7 @@ def pose(
     forms = Forms(records, groups, fractions, ok, maximize)
     sorted_in: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     fresh: dict[torch.device, Tensor] = {}
+    _stop_clocks(players, state)
     for i, player in enumerate(players):
         first = player.params[0]
         for p in player.params:
@@ -220,6 +221,11 @@ def pose(
     return Problem(players, stages, buckets, groups, fractions, ok.to(dtype), fine)
 
 
-def _grad(p: Tensor) -> Tensor:
-    assert p.grad is not None
-    return p.grad
+def _stop_clocks(players: Sequence[Player], state: Mapping[Tensor, dict[str, Any]]) -> None:
+    """A parameter without a gradient stands still, so it must not share a clock with those that step."""
+    stepping = {id(q) for player in players for q in player.params}
+    ticking = {id(own["step"]) for p, own in state.items() if id(p) in stepping and own}
+    stopped: dict[int, Tensor] = {}
+    for p, own in state.items():
+        if own and id(p) not in stepping and id(own["step"]) in ticking:
+            own["step"] = stopped.setdefault(id(own["step"]), own["step"].clone())

@@ -40,6 +40,6 @@ class Adaptive(Curvature):
         ema_(second_moment, list(torch._foreach_mul(q, q)), (1 - decay) * bucket.ok)
         diagonals = torch._foreach_sqrt(second_moment)
         if bucket.group["bias_correction"]:
-            torch._foreach_div_(diagonals, (1 - decay**bucket.steps).sqrt())
+            torch._foreach_div_(diagonals, bucket.weight_of_average(decay) ** 0.5)
         torch._foreach_add_(diagonals, eps)
         return DiagonalMetric(list(diagonals))
