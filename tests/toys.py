@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ def name_of(game: dict[str, Any]) -> str:
 def mlp(*, width: int = 4, depth: int = 3, dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     sizes = [FEATURES, *[width] * (depth - 1), CLASSES]
-    layers = [nn.Sequential(nn.Linear(i, o), nn.Tanh()) for i, o in zip(sizes, sizes[1:], strict=False)]
+    layers = [nn.Sequential(nn.Linear(i, o), nn.Tanh()) for i, o in pairwise(sizes)]
     return nn.Sequential(*layers[:-1], layers[-1][0]).to(dtype)
 
 

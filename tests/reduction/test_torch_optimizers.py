@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.toys import FEATURES, backward, batches
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LambdaLR
 
 from ocnopt import OCNOpt
-from tests.toys import FEATURES, backward, batches
 
 STEPS = 100
 

@@ -1,0 +1,135 @@
+"""With the feedback off, the Kronecker curvature is empirical K-FAC, written here a second time with dense matrices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ocnopt import OCNOpt
+
+B = 6
+OPTIONS = {"lr": 0.05, "damping": 0.1, "factor_decay": 0.8, "refresh_every": 3}
+
+
+@dataclass
+class Block:
+    """One layer: what it sees, [B, T, a] with a 1 for the bias, and the adjoint it gets per sample, [B, T, c]."""
+
+    layer: nn.Linear | nn.Conv2d
+    A: Tensor | None = None
+    C: Tensor | None = None
+    squares: Tensor | None = None  # [c, a], in the eigenbasis
+    basis: tuple[Tensor, Tensor] | None = None
+    dense: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def see(self, x: Tensor, h: Tensor) -> None:
+        if isinstance(self.layer, nn.Conv2d):
+            conv = self.layer
+            x = F.unfold(x, conv.kernel_size, conv.dilation, conv.padding, conv.stride).mT
+            h = h.flatten(2).mT
+        else:
+            x, h = x.reshape(B, -1, x.shape[-1]), h.reshape(B, -1, h.shape[-1])
+        if self.layer.bias is not None:
+            x = torch.cat([x, torch.ones_like(x[..., :1])], -1)
+        self.x, self.h = x, B * h
+
+    def update(self, step: int, ekfac: bool) -> None:
+        T = self.x.shape[1]
+        A = sum(torch.outer(v, v) for v in self.x.flatten(0, 1)) / B
+        C = sum(torch.outer(v, v) for v in self.h.flatten(0, 1)) / (B * T)
+        rho = OPTIONS["factor_decay"]
+        self.A = A if self.A is None else rho * self.A + (1 - rho) * A
+        self.C = C if self.C is None else rho * self.C + (1 - rho) * C
+        refreshed = step % OPTIONS["refresh_every"] == 0
+        if refreshed:
+            self.basis = torch.linalg.eigh(self.A)[1], torch.linalg.eigh(self.C)[1]
+            self.dense = torch.kron(self.C, self.A)
+        if ekfac:
+            U_A, U_C = self.basis
+            gradients = [h.T @ x for x, h in zip(self.x, self.h, strict=True)]
+            squares = torch.stack([(U_C.T @ g @ U_A).square() for g in gradients]).mean(0)
+            self.squares = squares if refreshed else rho * self.squares + (1 - rho) * squares
+            U = torch.kron(U_C, U_A)
+            self.dense = U @ torch.diag(self.squares.flatten()) @ U.T
+
+    def precondition(self, direction: list[Tensor]) -> list[Tensor]:
+        weight, *bias = direction
+        matrix = torch.cat([weight.flatten(1), *[b[:, None] for b in bias]], 1)
+        dense = self.dense + OPTIONS["damping"] * torch.eye(len(self.dense), dtype=torch.float64)
+        solved = torch.linalg.solve(dense, matrix.flatten()).reshape(matrix.shape)
+        parts = [solved[:, : weight[0].numel()].reshape(weight.shape), solved[:, -1]]
+        return parts[: len(direction)]
+
+
+class Net(nn.Module):
+    """Keeps what each layer sees and says, for the K-FAC above."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3, stride=2, padding=1)
+        self.tokens = nn.Linear(4, 3, bias=False)  # three positions share its weight
+        self.head = nn.Linear(9, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = []
+        for layer in (self.conv, self.tokens, self.head):
+            out = layer(x)
+            self.seen.append((layer, x.detach(), out))
+            x = torch.tanh(out)
+            x = x.flatten(1) if layer is self.tokens else x.flatten(2) if layer is self.conv else x
+        return out
+
+
+def start() -> tuple[Net, list[tuple[Tensor, Tensor]]]:
+    torch.manual_seed(3)
+    model = Net().double()
+    return model, [(torch.randn(B, 2, 4, 4, dtype=torch.float64), torch.randint(3, (B,))) for _ in range(8)]
+
+
+def by_hand(ekfac: bool, momentum: float, decay: float) -> list[Tensor]:
+    model, data = start()
+    blocks = {layer: Block(layer) for layer in (model.conv, model.tokens, model.head)}
+    m: dict[nn.Module, list[Tensor]] = {}
+    for step, (x, y) in enumerate(data):
+        model.zero_grad()
+        output = model(x)
+        for _, _, out in model.seen:
+            out.retain_grad()
+        F.cross_entropy(output, y).backward()
+        for layer, seen, out in model.seen:
+            blocks[layer].see(seen, out.grad)
+            blocks[layer].update(step, ekfac)
+            pushed = [p.grad + decay * p.detach() for p in layer.parameters()]
+            before = m.get(layer, [torch.zeros_like(g) for g in pushed])
+            m[layer] = [momentum * a + b for a, b in zip(before, pushed, strict=True)]
+            for p, change in zip(layer.parameters(), blocks[layer].precondition(m[layer]), strict=True):
+                p.data -= OPTIONS["lr"] * change
+    return [p.detach() for p in model.parameters()]
+
+
+def ours(**options: Any) -> list[Tensor]:
+    model, data = start()
+    opt = OCNOpt(
+        model.parameters(), model=model, curvature="kronecker", feedback="off", ema=False, **OPTIONS, **options
+    )
+    for x, y in data:
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.7, 0.03)])
+@pytest.mark.parametrize("ekfac", [False, True])
+def test_equals_kfac_written_by_hand(ekfac: bool, momentum: float, decay: float) -> None:
+    found = ours(ekfac=ekfac, momentum=momentum, weight_decay=decay)
+    torch.testing.assert_close(found, by_hand(ekfac, momentum, decay), rtol=1e-9, atol=1e-9)
+
+
+def test_ekfac_and_kfac_are_not_the_same() -> None:
+    assert not torch.allclose(by_hand(True, 0.0, 0.0)[0], by_hand(False, 0.0, 0.0)[0], rtol=1e-4)
