@@ -26,7 +26,10 @@ def _number(
 
 
 def _is_lr(value: Any) -> bool:
-    return (isinstance(value, Tensor) and value.numel() == 1) or _number(0.0)(value)
+    if not isinstance(value, Tensor):
+        return _number(0.0)(value)
+    # looking at a number on another device would wait for it
+    return value.numel() == 1 and (value.device.type != "cpu" or _number(0.0)(value.item()))
 
 
 def _is_rank(value: Any) -> bool:
@@ -46,7 +49,7 @@ def _flag(value: Any) -> bool:
 
 
 _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "lr": (_is_lr, "a number ≥ 0 or a tensor with one element"),
+    "lr": (_is_lr, "a number ≥ 0, also as a tensor with one element"),
     "curvature": (
         lambda v: isinstance(v, Curvature) or (isinstance(v, str) and v in BY_NAME),
         "one of 'identity', 'adaptive', 'kronecker' or a Curvature",

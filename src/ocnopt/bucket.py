@@ -46,6 +46,11 @@ class Bucket:
         """Steps taken, this one counted; at least 1, so that bias corrections of a bad first step stay finite."""
         return (self.clock + 1).to(self.ok.dtype)
 
+    @property
+    def lr(self) -> Scalar:
+        lr: Scalar = self.group["lr"]
+        return lr.reshape(()) if isinstance(lr, Tensor) else lr
+
     def state_of(self, player: int) -> dict[str, Any]:
         """Where a player keeps what is joint to its parameters: the state of its first one."""
         first = sum(len(p.params) for p in self.players[:player])
@@ -127,9 +132,9 @@ class Bucket:
         direction = self._with_decay(self.gradients.mix(w))
         if mu:
             direction = self._advance_momentum(direction)
-        step = torch._foreach_mul(self.metric.solve(direction), self.ok * group["lr"] / self._momentum_correction)
+        step = torch._foreach_mul(self.metric.solve(direction), self.ok * self.lr / self._momentum_correction)
         if group["decoupled_weight_decay"] and any(self._decays):
-            torch._foreach_sub_(self.params, torch._foreach_mul(self._decayed(), self.ok * group["lr"]))
+            torch._foreach_sub_(self.params, torch._foreach_mul(self._decayed(), self.ok * self.lr))
         torch._foreach_sub_(self.params, list(step))
 
     def _advance_momentum(self, d: list[Tensor]) -> list[Tensor]:

@@ -120,7 +120,7 @@ class Problem:
 
     def _part(self, bucket: Bucket, paper: bool) -> Part:
         assert bucket.metric is not None
-        lr = bucket.group["lr"]
+        lr = bucket.lr
         scale, step = (bucket.gain, lr) if paper else (bucket.gain * lr, 1.0)
         Gi = bucket.gradients.preconditioned(bucket.metric)
         K = scale * bucket.gradients.kernels(Gi)
