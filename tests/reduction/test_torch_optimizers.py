@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.toys import FEATURES, backward, batches
+from tests.toys import FEATURES, backward, batches, train
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import LambdaLR
@@ -102,14 +102,14 @@ def test_rank_and_model_do_not_matter_without_feedback(pair: str) -> None:
     torch.testing.assert_close(ranked, plain, rtol=0, atol=0)
 
 
-def test_one_tensor_as_learning_rate() -> None:
-    options = {"momentum": 0.9, "decay": 0.999, "feedback": "off"}
-    model = [nn.Linear(FEATURES, 3).double() for _ in range(2)]
-    model[1].load_state_dict(model[0].state_dict())
-    for net, lr in zip(model, (0.02, torch.tensor(0.02)), strict=True):
-        opt = OCNOpt(net.parameters(), lr, **options)
-        for x, y in batches(5):
-            opt.zero_grad()
-            backward(net, x, y)
-            opt.step()
-    torch.testing.assert_close(list(model[0].parameters()), list(model[1].parameters()), rtol=1e-6, atol=1e-7)
+@pytest.mark.parametrize("lr", [torch.tensor(0.02), torch.tensor([0.02])], ids=["0-dim", "1-dim"])
+@pytest.mark.parametrize("options", [{"feedback": "off"}, {"bellman": "paper", "weight_decay": 0.1}], ids=str)
+def test_a_tensor_as_learning_rate(lr: Tensor, options: dict[str, Any]) -> None:
+    found = []
+    for rate in (0.02, lr):
+        torch.manual_seed(0)
+        model = nn.Linear(FEATURES, 3).double()
+        opt = OCNOpt(model.parameters(), rate, **options)
+        train(model, opt, batches(5))
+        found.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-7)
