@@ -124,6 +124,22 @@ class Rollout:
         """``outputs``: the floating-point tensors among the results."""
 
 
+class Hook:
+    """A hook on this very model: in a copy or a pickle of the model (an EMA network, say) it does nothing."""
+
+    def __init__(self, act: Callable[..., Any] | None = None) -> None:
+        self.act = act
+
+    def __call__(self, *args: Any) -> Any:
+        return None if self.act is None else self.act(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        return Hook()
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
+        return Hook, ()
+
+
 class Tape:
     """Registers the hooks, keeps the records of the passes since the last step."""
 
@@ -142,13 +158,13 @@ class Tape:
         self._chain = False  # was the last pass one?
         self._left_alone: set[str] = set()  # modules whose outputs nobody overwrites in place
         self._handles = [
-            model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
-            model.register_forward_hook(self._end),
+            model.register_forward_pre_hook(Hook(self._begin), with_kwargs=True, prepend=True),
+            model.register_forward_hook(Hook(self._end)),
         ]
         for name, module in modules.items():
             self._handles += [
-                module.register_forward_pre_hook(self._before(name), with_kwargs=True),
-                module.register_forward_hook(self._after(name), prepend=True),
+                module.register_forward_pre_hook(Hook(self._before(name)), with_kwargs=True),
+                module.register_forward_hook(Hook(self._after(name)), prepend=True),
             ]
 
     def remove(self) -> None:
