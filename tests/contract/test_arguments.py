@@ -1,4 +1,4 @@
-"""Wrong values are refused by name; what belongs to the whole game is the same in all groups; what needs the model says so."""
+"""Wrong values are refused by name; the whole game has one value for all groups; what needs the model says so."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_also_in_a_group_and_when_changed_later(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("options", [{"nesterov": True}, {"nesterov": True, "ema": False, "momentum": 0.0}])
 def test_nesterov_is_heavy_ball(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="nesterov=True .* ema=(True|False), momentum="):
+    with pytest.raises(ValueError, match=r"nesterov=True .* ema=(True|False), momentum="):
         OCNOpt([parameter()], **options)
 
 
