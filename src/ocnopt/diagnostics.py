@@ -13,6 +13,7 @@ from torch import Tensor
 from ocnopt.summary import table
 
 if TYPE_CHECKING:
+    from ocnopt.bellman import Policy
     from ocnopt.problem import Kernels
 
 
@@ -37,6 +38,7 @@ class Diagnostics:
     """
 
     names: Sequence[str] = ()
+    policy: Policy | None = field(default=None, repr=False)  # the value function of each stage: policy.value(k)
     kernels: Kernels | None = field(default=None, repr=False)
     asked: Tensor | None = field(default=None, repr=False)  # w before clamping, [S, r]
     w: Tensor | None = field(default=None, repr=False)

@@ -35,6 +35,7 @@ def play(
         predicted = _nonlinear(problem, kernels, answers, stages, tape, this, -1.0 if group["maximize"] else 1.0)
     return Diagnostics(
         names=stages.names,
+        policy=policy,
         kernels=kernels,
         asked=answers.asked,
         w=answers.w,
