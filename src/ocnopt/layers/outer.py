@@ -1,0 +1,80 @@
+"""Sums of outer products h x^T: the gradients of every layer that multiplies its input by a matrix.
+
+All functions take ``x``: ``[batch, blocks, shared, a]`` and ``h``: ``[batch, blocks, shared, c]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ocnopt.groups import Groups
+from ocnopt.layers.base import Call, compute_dtype
+
+# Temporaries are made in pieces of at most this many numbers (64 MiB in float32).
+PIECE = 2**24
+
+# An element of an explicit gradient is written once and read a few times, which takes as long as this many of
+# the multiplications of a matrix product (measured on a CPU core: Linear, width 64 to 1024, r = 4 to 64).
+TRAFFIC = 16
+
+
+def operands(call: Call) -> tuple[Tensor, Tensor]:
+    """Input and output adjoint of a call, both in the dtype to compute in."""
+    dtype = compute_dtype(torch.promote_types(call.x.dtype, call.h.dtype))
+    return call.x.to(dtype), call.h.to(dtype)
+
+
+def pieces(total: int, size: int) -> Iterator[slice]:
+    """Slices that cover ``range(total)``, each of as many items of ``size`` numbers as fit into a piece."""
+    step = max(1, PIECE // max(1, size))
+    return (slice(start, start + step) for start in range(0, total, step))
+
+
+def group_sums(x: Tensor, h: Tensor, groups: Groups) -> Tensor:
+    """Σ h x^T over the samples of each group and the shared positions, ``[r, blocks, c, a]``."""
+    return torch.einsum("gnbtc,gnbta->gbca", groups.split(h), groups.split(x))
+
+
+def gram(x: Tensor, h: Tensor) -> Tensor:
+    """``[B, B]``: inner products of the samples' Σ_t h x^T, by the cheaper of the two ways."""
+    batch, blocks, shared, a = x.shape
+    c = h.shape[-1]
+    by_pairs = blocks * (batch * shared) ** 2 * (a + c)
+    by_gradients = blocks * a * c * batch * (batch + shared)
+    return _gram_by_pairs(x, h) if by_pairs <= by_gradients else _gram_by_gradients(x, h)
+
+
+def _gram_by_pairs(x: Tensor, h: Tensor) -> Tensor:
+    """K_ij = Σ_{t,t'} (x_it·x_jt')(h_it·h_jt'): no gradient is formed."""
+    batch, blocks, shared, _ = x.shape
+    x, h = (v.transpose(0, 1).flatten(1, 2) for v in (x, h))
+    K = x.new_zeros(batch, batch)
+    for samples in pieces(batch, blocks * batch * shared**2):
+        part = slice(samples.start * shared, samples.stop * shared)
+        pairs = (x[:, part] @ x.mT) * (h[:, part] @ h.mT)
+        K[samples] = pairs.reshape(blocks, len(K[samples]), shared, batch, shared).sum((0, 2, 4))
+    return K
+
+
+def _gram_by_gradients(x: Tensor, h: Tensor) -> Tensor:
+    """The samples' gradients themselves, some of their rows at a time, when the positions are many."""
+    batch, blocks, _, a = x.shape
+    K = x.new_zeros(batch, batch)
+    for rows in pieces(h.shape[-1], batch * blocks * a):
+        g = (h[..., rows].mT @ x).flatten(1)
+        K = K.addmm_(g, g.T)
+    return K
+
+
+def gram_is_cheaper(batch: int, shared: int, a: int, c: int, rank: int) -> bool:
+    """Whether :func:`gram` costs less than the kernel of ``rank`` explicit gradients.
+
+    These cost one weight gradient to form; without them it takes about three to sum the samples, to weight
+    them with w and to project on a direction. With one group there is nothing to save: its gradient is ``p.grad``.
+    """
+    positions = batch * shared
+    by_gram = positions * (positions + TRAFFIC) * (a + c) + 2 * positions * a * c
+    return rank > 1 and by_gram < a * c * rank * (rank + TRAFFIC)
