@@ -6,8 +6,7 @@ enters the tape when its first adjoint arrives. A graph that is thrown away take
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from ocnopt.environment import Autocast, Environment
 from ocnopt.layers.base import Call
 from ocnopt.rng import RNGState
 
@@ -39,6 +39,7 @@ class Pass:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     versions: list[int] = field(default_factory=list)
+    autocast: Autocast | None = None
     environment: Environment | None = None
     order: list[str] = field(default_factory=list)  # modules in the order of their calls
     chain: bool = False
@@ -78,40 +79,6 @@ class Record:
             return True
         sizes = {t.shape[:1] for t in (self.call().x, self.h[0])}
         return sizes == {(self.origin.batch,)} and self.name not in self.origin.mixed
-
-
-@dataclass
-class Environment:
-    """What a forward pass depends on besides its inputs: random numbers, buffers, autocast."""
-
-    rng: RNGState
-    buffers: list[tuple[Tensor, Tensor]]  # (the buffer, its value before the pass)
-    autocast: list[tuple[str, torch.dtype]]
-
-    @classmethod
-    def capture(cls, model: nn.Module) -> Environment:
-        devices = {t.device.type for t in (*model.parameters(), *model.buffers())}
-        autocast = [(d, torch.get_autocast_dtype(d)) for d in sorted(devices) if torch.is_autocast_enabled(d)]
-        buffers = [(b, b.detach().clone()) for b in model.buffers()]
-        return cls(RNGState.capture(devices_of(model)), buffers, autocast)
-
-    @contextlib.contextmanager
-    def repeated(self) -> Iterator[None]:
-        """Run a block exactly as the captured pass ran, then leave random numbers and buffers as they were found."""
-        found = [b.detach().clone() for b, _ in self.buffers]
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.rng.restored())
-            for device, dtype in self.autocast:
-                stack.enter_context(torch.autocast(device, dtype, cache_enabled=False))
-            try:
-                with torch.no_grad():
-                    for b, before in self.buffers:
-                        b.copy_(before)
-                yield
-            finally:
-                with torch.no_grad():
-                    for (b, _), value in zip(self.buffers, found, strict=True):
-                        b.copy_(value)
 
 
 class Rollout:
@@ -198,6 +165,7 @@ class Tape:
             self.clear()  # the gradients of earlier passes are gone, so their records are of no use
         args, kwargs = _detached((args, kwargs))
         self._current = Pass(_batch_size(args, kwargs), args, kwargs, _versions((args, kwargs)))
+        self._current.autocast = Autocast.capture(model)
         if need.states:
             self._current.environment = Environment.capture(model)
 

@@ -46,6 +46,7 @@ class Diagnostics:
     projections: Tensor | None = field(default=None, repr=False)
     measured_change: Tensor | None = field(default=None, repr=False)
     skipped: Tensor | None = field(default=None, repr=False)
+    sign: float = 1.0  # −1 where the loss is maximised: the game minimises its negative
     failed_refreshes: int = 0  #: eigendecompositions that failed in this step; the last good ones were kept
     actual: Callable[[], float] | None = field(default=None, repr=False)
 
@@ -67,7 +68,7 @@ class Diagnostics:
             return []
         traces = self.kernels.K.diagonal(dim1=1, dim2=2).sum(1)
         clamped = (self.asked != self.w).sum(1)
-        columns = (traces, self.w.amin(1), self.w.amax(1), self.s.sum(1), clamped, self.projections)
+        columns = (traces, self.w.amin(1), self.w.amax(1), self.sign * self.s.sum(1), clamped, self.projections)
         rows = torch.stack([c.to(torch.float64) for c in columns], 1).tolist()
         return [
             LayerReport(name, trace, low, high, s, round(clamps), round(cuts))
@@ -79,7 +80,7 @@ class Diagnostics:
         """The change of the loss that the step is expected to have made; after a nonlinear rollout ⟨∂L/∂x_K, δx_K⟩."""
         if self.measured_change is not None:
             return float(self.measured_change)
-        return None if self.kernels is None else float(self._change(self.kernels.taken).sum())
+        return None if self.kernels is None else self.sign * float(self._change(self.kernels.taken).sum())
 
     @cached_property
     def actual_change(self) -> float | None:

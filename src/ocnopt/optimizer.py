@@ -233,7 +233,9 @@ class OCNOpt(Optimizer):
         self._find_fallbacks(players, groups.rank > 1)
         self._stages = Stages.assign(players, self._order(this))
         records = self._tape.records if self._tape is not None else []
-        before = loss if isinstance(loss, Tensor) else None
+        before = loss.detach() if isinstance(loss, Tensor) else loss
+        if before is not None and not isinstance(before, Tensor):
+            before = torch.tensor(before, dtype=torch.float64)
         with Snapshot(players, self.state) if group["feedback"] == "nonlinear" else nullcontext():
             problem = pose(players, self._stages.of_player, records, self.state, groups, before, group["maximize"])
             self._diagnostics = play(problem, self._stages, group, self._tape, this)
@@ -241,7 +243,7 @@ class OCNOpt(Optimizer):
         self._count += 1
         self._count_skipped(problem)
         if closure is not None and before is not None and rng is not None:
-            self._diagnostics.actual = Remeasure(self, closure, before.detach(), rng)
+            self._diagnostics.actual = Remeasure(self, closure, before, rng)
 
     def _pass(self) -> Pass | None:
         """The forward pass of this step, where the configuration plays on single samples or runs it again."""
@@ -329,7 +331,7 @@ class OCNOpt(Optimizer):
         first = torch.where(problem.finite.all(), -1.0, problem.finite.to(bad.dtype).argmin().to(bad.dtype))
         self._skipped = self._skipped + bad
         self._first_bad = torch.where(bad.bool(), first, self._first_bad)
-        self._names = [p.name for p in problem.players]
+        self._names = [p.name for p in problem.players for _ in p.params]
 
     def summary(self) -> str:
         """Print and return one table: layer, adapter, curvature, stage, parameters, what falls back and why."""

@@ -26,13 +26,13 @@ def play(
         return _descend(problem)
     policy, kernels = problem.solve(group["bellman"], group["gauss_newton"])
     answers = Answers(policy, group["clamp"], problem.count)
-    predicted = None
+    predicted, sign = None, -1.0 if group["maximize"] else 1.0
     if group["feedback"] == "linear":
         _linear(problem, kernels, answers)
     else:
         assert tape is not None
         assert this is not None
-        predicted = _nonlinear(problem, kernels, answers, stages, tape, this, -1.0 if group["maximize"] else 1.0)
+        predicted = _nonlinear(problem, kernels, answers, stages, tape, this, sign)
     return Diagnostics(
         names=stages.names,
         policy=policy,
@@ -42,6 +42,7 @@ def play(
         measured_s=answers.s if group["feedback"] == "nonlinear" else None,
         projections=policy.projections,
         measured_change=predicted,
+        sign=sign,
         failed_refreshes=problem.failed_refreshes,
     )
 
@@ -134,7 +135,7 @@ class Snapshot:
         self.state = state
 
     def __enter__(self) -> None:
-        self.values = torch._foreach_clone(self.params)
+        self.values = [p.clone() for p in self.params]
         self.states = [{k: _kept(k, v) for k, v in self.state[p].items()} for p in self.params]
 
     def __exit__(

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ocnopt.capture import Environment, Pass, Rollout, Tape
+from ocnopt.capture import Pass, Rollout, Tape
+from ocnopt.environment import Environment
 
 
 class _Inputs(Rollout):
@@ -32,21 +33,19 @@ def mixed_layers(tape: Tape, this: Pass) -> frozenset[str]:
         return t.roll(1, 0) if t.shape[:1] == (this.batch,) else t
 
     environment = Environment.capture(tape.model)
+    environment.autocast = this.autocast or environment.autocast
     straight, rolled = _Inputs(), _Inputs()
-    modes = [(m, m.training) for m in tape.model.modules()]
     try:
-        tape.model.eval()
-        for follower, args in (
+        for follower, (args, kwargs) in (
             (straight, (this.args, this.kwargs)),
             (rolled, tree_map_only(Tensor, roll, (this.args, this.kwargs))),
         ):
             tape.rollout = follower
-            with torch.no_grad(), environment.repeated():
-                tape.model(*args[0], **args[1])
+            with environment.repeated():
+                tape.model.eval()
+                tape.model(*args, **kwargs)
     finally:
         tape.rollout = None
-        for module, training in modes:
-            module.training = training
     return frozenset(
         name
         for (name, occurrence), x in straight.seen.items()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ocnopt.environment import Buffers
 from ocnopt.rng import RNGState
 
 if TYPE_CHECKING:
@@ -25,18 +26,20 @@ class Remeasure:
         if self.optimizer._count != self.step:
             raise RuntimeError("actual_change must be read before the next step: the parameters have moved on")
         model = self.optimizer._model
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        grads = [None if p.grad is None else p.grad.clone() for p in params]
-        buffers = [(b, b.clone()) for b in model.buffers()] if model is not None else []
+        params = {p: p.grad for group in self.optimizer.param_groups for p in group["params"]}
+        if model is not None:
+            params |= {p: p.grad for p in model.parameters()}
+        buffers = None if model is None else Buffers(model)
         try:
+            for p, grad in params.items():  # the closure gets copies: it may zero them in place
+                p.grad = None if grad is None else grad.clone()
             with torch.enable_grad(), self.rng.restored():
-                after = self.closure()
+                after: Any = self.closure()
         finally:
-            for p, grad in zip(params, grads, strict=True):
+            for p, grad in params.items():
                 p.grad = grad
-            with torch.no_grad():
-                for b, value in buffers:
-                    b.copy_(value)
+            if buffers is not None:
+                buffers.restore()
             if self.optimizer._tape is not None:
                 self.optimizer._tape.clear()
-        return float(after) - float(self.before)
+        return (after.item() if isinstance(after, Tensor) else after) - self.before.item()

@@ -117,7 +117,7 @@ def nonlinear(tape: Tape, this: Pass, follower: Nonlinear) -> Tensor | None:
     assert this.environment is not None
     tape.rollout = follower
     try:
-        with torch.no_grad(), this.environment.repeated():
+        with this.environment.repeated():
             output = tape.model(*this.args, **this.kwargs)
     finally:
         tape.rollout = None

@@ -1,0 +1,88 @@
+"""What a forward pass depends on besides its inputs and parameters, kept so that it can be repeated exactly."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ocnopt.rng import RNGState
+
+
+class Buffers:
+    """The buffers of a model at one moment. Modules overwrite them or put other tensors in their places; both are
+    undone.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept = [
+            (module._buffers, name, b, None if b is None else b.detach().clone())
+            for module in model.modules()
+            for name, b in module._buffers.items()
+        ]
+
+    def restore(self) -> None:
+        for owner, name, b, value in self._kept:
+            owner[name] = b
+            if b is not None and value is not None:
+                b.detach().copy_(value)
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """Whether autocast is on, and to which dtype, for the devices of a model."""
+
+    states: tuple[tuple[str, torch.dtype, bool], ...]
+
+    @classmethod
+    def capture(cls, model: nn.Module) -> Autocast:
+        devices = sorted({t.device.type for t in (*model.parameters(), *model.buffers())})
+        return cls(tuple((d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in devices))
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for device, dtype, enabled in self.states:  # no cache: the weights change while the model runs
+                stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
+            yield
+
+
+@dataclass
+class Environment:
+    """Random numbers, buffers, training mode and autocast."""
+
+    rng: RNGState
+    buffers: Buffers
+    modes: list[tuple[nn.Module, bool]]
+    autocast: Autocast
+    model: nn.Module
+
+    @classmethod
+    def capture(cls, model: nn.Module) -> Environment:
+        rng = RNGState.capture({p.device for p in model.parameters()})
+        return cls(rng, Buffers(model), _modes(model), Autocast.capture(model), model)
+
+    @contextlib.contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Run a block as the captured pass ran, without gradients, then leave everything as it was found."""
+        found, modes = Buffers(self.model), _modes(self.model)
+        with torch.no_grad(), self.rng.restored(), self.autocast.restored():
+            try:
+                self.buffers.restore()
+                _set_modes(self.modes)
+                yield
+            finally:
+                found.restore()
+                _set_modes(modes)
+
+
+def _modes(model: nn.Module) -> list[tuple[nn.Module, bool]]:
+    return [(module, module.training) for module in model.modules()]
+
+
+def _set_modes(modes: list[tuple[nn.Module, bool]]) -> None:
+    for module, training in modes:
+        module.training = training
