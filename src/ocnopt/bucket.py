@@ -65,13 +65,11 @@ class Bucket:
 
     def force(self, a: Tensor | None) -> list[Tensor]:
         """Q_θ = G a + γθ (a = 1 in consistent mode): the gradient of the Bellman objective."""
-        ones = torch.ones(self.groups.rank, dtype=self.ok.dtype, device=self.ok.device)
-        q = self.gradients.mix(ones if a is None else a)
-        return self._with_decay(q)
+        return self._with_decay(self.gradients.total() if a is None else self.gradients.mix(a))
 
     def _with_decay(self, q: list[Tensor]) -> list[Tensor]:
         if not self.group["decoupled_weight_decay"] and any(self._decays):
-            torch._foreach_add_(q, self._decayed())
+            return list(torch._foreach_add(q, self._decayed()))
         return q
 
     @property

@@ -86,7 +86,8 @@ class Forms:
         if kind is Explicit:
             uses = [uses for player in players for uses in player.uses]
             columns = [self._summed([self._gradient(u.module_name, u.own_name) for u in use]) for use in uses]
-            return Explicit([Explicit.adding_up_to(g, G, fractions) for g, G in zip(grads, columns, strict=True)])
+            whole = [Explicit.adding_up_to(g, G, fractions) for g, G in zip(grads, columns, strict=True)]
+            return Explicit(whole, fractions)
         return self._gram(players, grads, fractions)
 
     def _gram(self, players: Sequence[Player], grads: Sequence[Tensor], fractions: Tensor) -> Gram:

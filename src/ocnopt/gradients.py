@@ -26,9 +26,15 @@ if TYPE_CHECKING:
 class GroupGradients(ABC):
     """G: one column per group of samples, rows over the parameters of a bucket."""
 
+    fractions: Tensor  # ν = n/B
+
     @abstractmethod
     def mix(self, w: Tensor) -> list[Tensor]:
-        """G w, one tensor a parameter (never an alias of anything kept)."""
+        """G w, one new tensor a parameter."""
+
+    def total(self) -> list[Tensor]:
+        """G 1: the gradient."""
+        return self.mix(self.fractions.new_ones(len(self.fractions)))
 
     @abstractmethod
     def preconditioned(self, metric: Metric) -> GroupGradients:
@@ -57,6 +63,9 @@ class Shared(GroupGradients):
     def mix(self, w: Tensor) -> list[Tensor]:
         return list(torch._foreach_mul(self.grads, (self.fractions * w).sum()))
 
+    def total(self) -> list[Tensor]:
+        return self.grads
+
     def preconditioned(self, metric: Metric) -> Shared:
         return Shared(metric.solve(self.grads), self.fractions)
 
@@ -76,12 +85,13 @@ class Explicit(GroupGradients):
     """G stored: ``[r, *shape]`` for each parameter."""
 
     columns: list[Tensor]
+    fractions: Tensor
 
     def mix(self, w: Tensor) -> list[Tensor]:
         return [torch.tensordot(w, G, 1) for G in self.columns]
 
     def preconditioned(self, metric: Metric) -> Explicit:
-        return Explicit(metric.solve(self.columns))
+        return Explicit(metric.solve(self.columns), self.fractions)
 
     def kernels(self, other: GroupGradients) -> Tensor:
         assert isinstance(other, Explicit)
@@ -92,7 +102,7 @@ class Explicit(GroupGradients):
         return torch.stack([G.flatten(1) @ v.reshape(-1) for G, v in zip(self.columns, vectors, strict=True)])
 
     def select(self, parameters: Sequence[int]) -> Explicit:
-        return Explicit([self.columns[i] for i in parameters])
+        return Explicit([self.columns[i] for i in parameters], self.fractions)
 
     @staticmethod
     def adding_up_to(grad: Tensor, columns: Tensor, fractions: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -17,15 +18,31 @@ _BITS = {
 
 def inner(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
     """``[n]``: the inner product of each pair."""
-    return torch.stack([torch.dot(x.reshape(-1), y.reshape(-1)) for x, y in zip(xs, ys, strict=True)])
+    if not xs[0].is_cuda:
+        return torch.stack([torch.dot(x.reshape(-1), y.reshape(-1)) for x, y in zip(xs, ys, strict=True)])
+    # launches cost more than memory here: one sum over segments in place of one reduction a tensor
+    products = torch.cat([p.reshape(-1) for p in torch._foreach_mul(list(xs), list(ys))])
+    lengths = _lengths(tuple(x.numel() for x in xs), xs[0].device)
+    return torch.segment_reduce(products, "sum", lengths=lengths, unsafe=True)
+
+
+@lru_cache(maxsize=64)
+def _lengths(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, device=device)
 
 
 def finite(tensors: Sequence[Tensor]) -> Tensor:
-    """``[n]`` booleans on the device: is every entry of each tensor finite? An empty tensor is."""
-    filled = [t for t in tensors if t.numel()]
-    norms = iter(torch._foreach_norm(filled, torch.inf) if filled else ())
-    one = torch.ones((), device=tensors[0].device)
-    return torch.stack([torch.isfinite(next(norms)) if t.numel() else one.bool() for t in tensors])
+    """``[n]`` booleans on the device of the first: is every entry of each tensor finite? An empty tensor is."""
+    places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, t in enumerate(tensors):
+        if t.numel():
+            places.setdefault((t.device, t.dtype), []).append(i)
+    largest: list[Tensor] = [torch.zeros((), device=tensors[0].device)] * len(tensors)
+    for chosen in places.values():
+        norms = torch._foreach_norm([tensors[i] for i in chosen], torch.inf)
+        for i, norm in zip(chosen, norms, strict=True):
+            largest[i] = norm.to(largest[0])
+    return torch.isfinite(torch.stack(largest))
 
 
 def masked(tensors: Sequence[Tensor], ok: Tensor) -> list[Tensor]:

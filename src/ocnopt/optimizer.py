@@ -110,7 +110,8 @@ class OCNOpt(Optimizer):
         self._reported = 0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._reset()
+        if "_model" not in vars(self):  # a copy; load_state_dict comes here too, and keeps the model
+            self._reset()
         super().__setstate__(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -354,13 +355,13 @@ class OCNOpt(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, except that state keeps its precision: float32 averages of bfloat16 weights stay float32."""
         mine = [resolve(g["curvature"]) for g in self.param_groups]
+        theirs = [g["curvature"] for g in state_dict["param_groups"]]
+        for name, curvature in zip(theirs, mine, strict=False):  # another number of groups is torch's to refuse
+            if name not in BY_NAME and name != curvature.name:
+                raise ValueError(f"the checkpoint has curvature {name!r}, this optimizer {curvature.name!r}")
         super().load_state_dict(state_dict)
         for group, curvature in zip(self.param_groups, mine, strict=True):
             if group["curvature"] not in BY_NAME:
-                if curvature.name != group["curvature"]:
-                    raise ValueError(
-                        f"the checkpoint has curvature {group['curvature']!r}, this optimizer {curvature.name!r}"
-                    )
                 group["curvature"] = curvature
         order = [i for g in state_dict["param_groups"] for i in g["params"]]
         params = [p for g in self.param_groups for p in g["params"]]

@@ -84,7 +84,7 @@ class Problem:
     groups: Groups
     fractions: Tensor
     ok: Tensor
-    finite: Tensor  # [players]
+    finite: Tensor  # [parameters]
     count: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -153,7 +153,7 @@ _PLACEMENTS: dict[tuple[Any, ...], Tensor] = {}
 
 
 def _placement(stages: Sequence[int], count: int, like: Tensor) -> Tensor:
-    """``[stages, players]`` of zeros and ones: a sum by matrix product is deterministic and has no loop over players."""
+    """``[stages, players]`` of zeros and ones: a sum by matrix product is deterministic, without a loop."""
     key = (tuple(stages), count, like.dtype, like.device)
     if key not in _PLACEMENTS:
         if len(_PLACEMENTS) > 256:
@@ -179,7 +179,7 @@ def pose(
     buckets.
     """
     device = players[0].params[0].device
-    fine = torch.stack([finite([gradient_of(q) for q in p.params]).all().to(device) for p in players])
+    fine = finite([gradient_of(q) for p in players for q in p.params])
     ok = fine.all()
     if loss is not None:
         ok = ok & torch.isfinite(loss.detach()).all().to(device)
