@@ -6,8 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# Extras to install beside the package itself, comma-separated.
-EXTRAS := dev
+# Extras to install beside the package itself: the type checker and the tests look at every part of it.
+EXTRAS := all,dev
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint types fast slow gpu format clean

@@ -1,0 +1,50 @@
+"""The examples run as the README says, from their own command line."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONTENDERS = ("SGD", "RMSprop", "Adam", "OCNOpt identity", "OCNOpt adaptive", "OCNOpt kronecker")
+
+
+def digits(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "examples" / "digits.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+
+def test_digits_prints_a_table_and_saves_a_plot(tmp_path: Path) -> None:
+    plot = tmp_path / "folder" / "plot.png"
+    run = digits("--rates", "1", "0.003", "--epochs", "1", "--seeds", "1", "--out", str(plot))
+    assert run.returncode == 0, run.stderr
+
+    table = run.stdout[run.stdout.index("learning rate ") :]
+    assert table.splitlines()[0].split()[2:] == ["0.003", "1"]
+    for name in CONTENDERS:
+        row = re.search(rf"^{name} +(\d.*)$", table, flags=re.MULTILINE)
+        assert row, f"no row for {name} in:\n{table}"
+        cells = row[1].split()
+        accuracies = [float(cell.rstrip("*")) for cell in cells]
+        assert len(accuracies) == 2
+        assert [float(cell.rstrip("*")) for cell in cells if cell.endswith("*")] == [max(accuracies)]
+        assert max(accuracies) > 25, f"{name} is near chance at every learning rate"
+    assert str(plot) in run.stdout
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--epochs", "0"), "--epochs must be at least 1, not 0"),
+        (("--rates", "0.1", "-1"), "--rates must be positive, not -1"),
+    ],
+)
+def test_digits_refuses_what_it_cannot_do(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    run = digits(*arguments, "--out", str(tmp_path / "plot.png"))
+    assert run.returncode == 2
+    assert message in run.stderr
