@@ -124,6 +124,7 @@ class OCNOpt(Optimizer):
             del self.param_groups[before:]
             raise
         self._roster = None
+        self._hook_if_needed()
 
     # --- the model ---
 
@@ -136,8 +137,7 @@ class OCNOpt(Optimizer):
             raise ValueError("model holds none of the parameters of this optimizer")
         self.detach()
         self._model = model
-        if self._need():
-            self._hook()
+        self._hook_if_needed()
 
     def detach(self) -> None:
         """Take the hooks off the model and forget it."""
@@ -146,8 +146,9 @@ class OCNOpt(Optimizer):
         self._model, self._tape, self._roster, self._stages = None, None, None, None
         self._fallbacks, self._mixed = {}, {}
 
-    def _hook(self) -> None:
-        assert self._model is not None
+    def _hook_if_needed(self) -> None:
+        if self._model is None or self._tape is not None or not self._need():
+            return
         uses = [use for each in find_uses(self._model).values() for use in each]
         self._tape = Tape(self._model, {use.module_name: use.module for use in uses}, self._need)
         self._tape.randomised = {u.module_name for u in uses if u.adapter is not None and u.adapter.needs_rng(u.module)}
@@ -209,7 +210,7 @@ class OCNOpt(Optimizer):
         if self._need() and self._tape is None:
             why = self._why_model() or "bellman='paper' with a model"
             if self._model is not None:  # the groups were changed since the last forward pass
-                self._hook()
+                self._hook_if_needed()
                 raise RuntimeError(f"{why} was asked for after the forward pass: run forward and backward again")
             if self._why_model() is not None:
                 raise RuntimeError(f"{why} needs the network: call attach(model) before the forward pass")
@@ -373,3 +374,4 @@ class OCNOpt(Optimizer):
                 if key == "step":  # parameters that started together share one clock
                     self.state[p][key] = clocks.setdefault((float(value), p.device), self.state[p][key])
         self._roster = None
+        self._hook_if_needed()
