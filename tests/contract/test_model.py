@@ -117,6 +117,14 @@ def test_repr_shows_the_arguments() -> None:
     assert "gauss_newton: 0.5" in text
 
 
+def test_a_new_group_may_need_hooks() -> None:
+    model = mlp()
+    opt = OCNOpt(model[:2].parameters(), model=model)
+    assert hooks_on(model) == 0
+    opt.add_param_group({"params": list(model[2].parameters()), "curvature": "kronecker"})
+    train(model, opt, batches(2))
+
+
 def test_a_new_group_joins_the_game() -> None:
     model = mlp()
     head = list(model[-1].parameters())
