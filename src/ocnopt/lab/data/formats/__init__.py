@@ -1,0 +1,1 @@
+"""Readers of file formats. They know bytes and arrays, and nothing of datasets."""
