@@ -112,6 +112,7 @@ class Tape:
 
     def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module], need: Callable[[], Need]) -> None:
         self.model, self.need = model, need
+        self._modules = set(modules)
         self._measured = {n for n in modules if not any(other != n and _inside(other, n) for other in modules)}
         self.records: list[Record] = []
         self.order: list[str] = []  # of the last pass
@@ -270,12 +271,16 @@ class Tape:
     # --- the graph ---
 
     def _is_chain(self, order: tuple[str, ...], outputs: list[Any]) -> bool:
-        """Does every call read what the call before it wrote, and nothing else? Then its input is the whole state."""
+        """Does every call read what the call before it wrote, and nothing else? Then its input is the whole state.
+
+        Not if parameters are used outside the calls that are seen: the change they make shows in no layer's input yet.
+        """
         if order not in self._chains:
+            seen = self._measured == self._modules == set(order)
             owner = {node: k for k, (_, nodes) in enumerate(self._graph) for node in nodes}
             reads = [_reached(nodes, owner) for nodes, _ in self._graph]
             path = all(read == ({k - 1} if k else set()) for k, read in enumerate(reads))
-            self._chains[order] = path and _reached(outputs, owner) == {len(self._graph) - 1}
+            self._chains[order] = seen and path and _reached(outputs, owner) == {len(self._graph) - 1}
         return self._chains[order]
 
 
