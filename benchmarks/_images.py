@@ -52,9 +52,7 @@ def _find(root: Path, *patterns: str) -> Path:
     for pattern in patterns:
         if found := sorted(root.glob(pattern)):
             return found[0]
-    raise SystemExit(
-        f"no file {patterns[0]} under {root}: name the folder that has it with --data or OCNOPT_DATA"
-    )
+    raise SystemExit(f"no file {patterns[0]} under {root}: name the folder that has it with --data or OCNOPT_DATA")
 
 
 def _cifar_batch(data: bytes) -> tuple[np.ndarray, np.ndarray]:
@@ -101,9 +99,7 @@ def _idx(path: Path) -> np.ndarray:
 
 def fashion_mnist(root: Path) -> Images:
     """The four IDX files, in a folder of the data set's name (MNIST's files are called the same)."""
-    folder = _find(
-        root, "fashion*/train-images-idx3-ubyte.gz", "Fashion*/**/train-images-idx3-ubyte.gz"
-    ).parent
+    folder = _find(root, "fashion*/train-images-idx3-ubyte.gz", "Fashion*/**/train-images-idx3-ubyte.gz").parent
     names = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
     train_x, train_y, test_x, test_y = (_idx(folder / f"{name}-ubyte.gz") for name in names)
     return _standardised(train_x[:, None], train_y, test_x[:, None], test_y)

@@ -31,15 +31,11 @@ def ocnopt_learning_rates() -> tuple[float, ...]:
 def needs_model(options: Mapping[str, Any]) -> bool:
     """Whether OCNOpt with these options needs the model; otherwise it works from the gradients alone."""
     return (
-        options.get("feedback") == "nonlinear"
-        or options.get("rank", 1) != 1
-        or options.get("curvature") == "kronecker"
+        options.get("feedback") == "nonlinear" or options.get("rank", 1) != 1 or options.get("curvature") == "kronecker"
     )
 
 
-def build_optimizer(
-    family: str, model: nn.Module, lr: float, options: Mapping[str, Any]
-) -> torch.optim.Optimizer:
+def build_optimizer(family: str, model: nn.Module, lr: float, options: Mapping[str, Any]) -> torch.optim.Optimizer:
     """An optimizer by its family; `model=True` hands OCNOpt the model even where it could do without."""
     if family in TORCH_OPTIMIZERS:
         return TORCH_OPTIMIZERS[family](model.parameters(), lr=lr, **options)

@@ -61,8 +61,7 @@ def digits() -> Digits:
 def stability_rows() -> list[Row]:
     ours = {"curvature": "identity", "rank": "full", "gauss_newton": 0.3, "momentum": 0.0}
     rows = [
-        Row("stability", f"OCNOpt, {kind}", "ocnopt", {**ours, "feedback": kind})
-        for kind in ("linear", "nonlinear")
+        Row("stability", f"OCNOpt, {kind}", "ocnopt", {**ours, "feedback": kind}) for kind in ("linear", "nonlinear")
     ]
     return [Row("stability", "SGD", "sgd", {}), *rows]
 
@@ -132,9 +131,7 @@ def planned(arguments: argparse.Namespace) -> list[Run]:
     runs = []
     for seed in map(int, arguments.seeds):
         if "stability" in arguments.part:
-            runs += [
-                Run(r.part, r.optimizer, r.name, 1.0, seed, r.options, settings) for r in stability_rows()
-            ]
+            runs += [Run(r.part, r.optimizer, r.name, 1.0, seed, r.options, settings) for r in stability_rows()]
         if "range" in arguments.part and seed < arguments.range_seeds:
             wider = {**settings, "batch": arguments.batch, "momentum": arguments.momentum}
             runs += [
@@ -199,42 +196,43 @@ def mean_accuracies(results: list[Record]) -> dict[float, float]:
     return {lr: statistics.fmean(values) for lr, values in groups.items()}
 
 
-def range_row(accuracy: dict[float, float], level: float) -> list[str]:
-    """The accuracies, those above the level in bold; the widest range above it and its number of rates."""
-    good = [accuracy.get(lr, 0.0) >= level for lr in LEARNING_RATES]
-    first, last = widest(good)
+def span(accuracy: dict[float, float], level: float) -> str:
+    """The widest range of neighbouring learning rates that reach the level, and how many they are."""
+    first, last = widest([accuracy.get(lr, 0.0) >= level for lr in LEARNING_RATES])
+    return f"{LEARNING_RATES[first]:g} – {LEARNING_RATES[last]:g} ({last - first + 1})" if last >= first else "none"
+
+
+def range_row(accuracy: dict[float, float], best: float) -> list[str]:
+    """The accuracies, and the range near the row's own best as well as near the best of its curvature.
+
+    The first says how much the learning rate matters to this optimizer; the second does not reward one that is
+    equally bad everywhere.
+    """
+    own = max(accuracy.values())
     texts = [f"{accuracy[lr]:.1f}" if lr in accuracy else "" for lr in LEARNING_RATES]
-    bold = [f"**{text}**" if above else text for text, above in zip(texts, good, strict=True)]
-    span = f"{LEARNING_RATES[first]:g} – {LEARNING_RATES[last]:g}" if last >= first else "none"
-    return [*bold, span, str(last - first + 1)]
+    return [*texts, span(accuracy, own - TOLERANCE), span(accuracy, best - TOLERANCE)]
 
 
 def range_table(records: list[Record]) -> str:
-    """Mean accuracy at every learning rate; the best of a curvature sets the level for all its rows."""
+    """Mean accuracy at every learning rate, and the ranges of rates that come near the best."""
     rows = []
     for part in sorted({r["task"] for r in records if r["task"].startswith("range ")}):
         accuracies = {name: mean_accuracies(results) for name, results in by_row(records, part).items()}
-        level = max((a for row in accuracies.values() for a in row.values()), default=0.0) - TOLERANCE
+        best = max((a for row in accuracies.values() for a in row.values()), default=0.0)
         for name in sorted(accuracies, key=lambda name: (name.startswith("OCNOpt"), name)):
-            rows.append([part.removeprefix("range "), name, *range_row(accuracies[name], level)])
+            rows.append([part.removeprefix("range "), name, *range_row(accuracies[name], best)])
     lrs = [f"{lr:g}" for lr in LEARNING_RATES]
-    return markdown(["curvature", "optimizer", *lrs, "range", "grid points"], rows)
+    return markdown(["curvature", "optimizer", *lrs, "within 1 % of its own best", "of the curvature's best"], rows)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", type=parse_names, default=PARTS, help=f"of {', '.join(PARTS)}")
     add_run_arguments(parser, "0,1,2,3,4", "digits.jsonl")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch", type=int, default=64, help="of the range; the stability check has 16")
-    parser.add_argument(
-        "--momentum", type=float, default=0.9, help="of the range; the stability check has none"
-    )
-    parser.add_argument(
-        "--range-seeds", type=int, default=3, help="the range uses the seeds below this number"
-    )
+    parser.add_argument("--momentum", type=float, default=0.9, help="of the range; the stability check has none")
+    parser.add_argument("--range-seeds", type=int, default=3, help="the range uses the seeds below this number")
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.part) - set(PARTS):
         parser.error(f"--part knows {', '.join(PARTS)}, not {', '.join(sorted(unknown))}")

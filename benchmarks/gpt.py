@@ -217,12 +217,8 @@ def families(arguments: argparse.Namespace) -> dict[str, Family]:
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--sizes", type=parse_names, default=("1m", "5m", "25m"), help=f"of {', '.join(SIZES)}"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=parse_names, default=("1m", "5m", "25m"), help=f"of {', '.join(SIZES)}")
     add_optimizer_arguments(parser, "ocnopt,adamw")
     add_run_arguments(parser, "0,1,2", "gpt.jsonl")
     parser.add_argument("--text", help="a text file to learn, in place of the standard library's source")
@@ -230,9 +226,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--warmup", type=int, default=100, help="warm-up steps of AdamW; OCNOpt has none")
-    parser.add_argument(
-        "--cosine", action="store_true", help="decay the learning rate to a tenth, all optimizers"
-    )
+    parser.add_argument("--cosine", action="store_true", help="decay the learning rate to a tenth, all optimizers")
     parser.add_argument("--betas", type=parse_numbers, default=(0.9, 0.99), help="of AdamW")
     parser.add_argument("--weight-decay", type=float, default=0.01, help="of AdamW")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="bf16 is autocast")

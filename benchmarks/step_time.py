@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -27,7 +28,8 @@ from _report import markdown
 from _training import build_optimizer, environment
 from torch.profiler import ProfilerActivity, profile
 
-WARM_UP = 5
+WARM_UP = 3
+CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
 
 
 class Contender(NamedTuple):
@@ -70,14 +72,16 @@ class Training:
         self.optimizer.step()
 
 
-def timed(work: Callable[[], None], times: int, device: torch.device) -> float:
+def timed(
+    work: Callable[[], None], times: int, device: torch.device, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Milliseconds for one of `times` calls, with all work of the device inside."""
     _wait(device)
-    start = time.perf_counter()
+    start = clock()
     for _ in range(times):
         work()
     _wait(device)
-    return 1e3 * (time.perf_counter() - start) / times
+    return 1e3 * (clock() - start) / times
 
 
 def _wait(device: torch.device) -> None:
@@ -92,18 +96,20 @@ class Timing(NamedTuple):
     rounds: list[float]
 
 
-def interleave(
-    names: list[str], batch: int, rounds: int, inner: int, device: torch.device
-) -> dict[str, Timing]:
-    known = contenders()
-    trainings = {name: Training(known[name], batch, device) for name in names}
-    timings = {name: Timing(timed(t.step, 1, device), []) for name, t in trainings.items()}
+def interleave(names: list[str], arguments: argparse.Namespace) -> dict[str, Timing]:
+    """Let the contenders take turns, `rounds` times or until the budget is spent."""
+    known, device, clock = contenders(), torch.device(arguments.device), CLOCKS[arguments.clock]
+    trainings = {name: Training(known[name], arguments.batch, device) for name in names}
+    timings = {name: Timing(timed(t.step, 1, device, clock), []) for name, t in trainings.items()}
     for training in trainings.values():
         timed(training.step, WARM_UP, device)
-    for turn in range(rounds):
+    deadline = time.monotonic() + arguments.budget
+    for turn in range(arguments.rounds):
+        if turn >= 2 and time.monotonic() > deadline:  # two rounds at least: one has no spread
+            break
         shift = turn % len(names)  # nobody always follows the same neighbour's cache
         for name in names[shift:] + names[:shift]:
-            timings[name].rounds.append(timed(trainings[name].step, inner, device))
+            timings[name].rounds.append(timed(trainings[name].step, arguments.inner, device, clock))
     return timings
 
 
@@ -158,34 +164,33 @@ def profile_step(name: str, batch: int, device: torch.device, steps: int = 10, t
             training.optimizer.step()
             _wait(device)
         for event in recorded.key_averages():
-            for slot, amount in enumerate(
-                (event.self_cpu_time_total, event.self_device_time_total, event.count)
-            ):
+            for slot, amount in enumerate((event.self_cpu_time_total, event.self_device_time_total, event.count)):
                 totals[event.key][slot] += amount / steps
     costliest = sorted(totals.items(), key=lambda item: -max(item[1][:2]))[:top]
-    rows = [
-        [key, f"{cpu / 1e3:.3f}", f"{gpu / 1e3:.3f}", f"{count:g}"] for key, (cpu, gpu, count) in costliest
-    ]
+    rows = [[key, f"{cpu / 1e3:.3f}", f"{gpu / 1e3:.3f}", f"{count:g}"] for key, (cpu, gpu, count) in costliest]
     return markdown(["operator", "self CPU ms", "self GPU ms", "calls a step"], rows)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--optimizer", action="append", choices=list(contenders()), help="may be repeated; default all"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--optimizer", action="append", choices=list(contenders()), help="may be repeated; default all")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2, help="of the CPU")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--inner", type=int, default=1, help="steps timed together in each turn")
-    parser.add_argument("--json", type=Path, help="write every number to this file")
     parser.add_argument(
-        "--profile", choices=list(contenders()), metavar="NAME", help="instead: what costs in its step"
+        "--clock", choices=list(CLOCKS), default="wall", help="process: CPU time, for a machine that is busy"
     )
-    return parser.parse_args(argv)
+    parser.add_argument(
+        "--budget", type=float, default=math.inf, metavar="SECONDS", help="start no round after this time"
+    )
+    parser.add_argument("--json", type=Path, help="write every number to this file")
+    parser.add_argument("--profile", choices=list(contenders()), metavar="NAME", help="instead: what costs in its step")
+    arguments = parser.parse_args(argv)
+    if arguments.clock == "process" and arguments.device != "cpu":
+        parser.error("--clock process measures the CPU alone: use it with --device cpu")
+    return arguments
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -198,17 +203,13 @@ def main(argv: list[str] | None = None) -> int:
     asked = arguments.optimizer or list(contenders())
     # A ratio needs its baseline in the same rounds.
     names = list(dict.fromkeys([*(contenders()[name].baseline for name in asked), *asked]))
-    timings = interleave(names, arguments.batch, arguments.rounds, arguments.inner, device)
-    rows = summary(timings)
-    place = environment(device)
-    print(
-        f"batch {arguments.batch}, {arguments.rounds} rounds of {arguments.inner}, {place}\n\n{table(rows)}"
-    )
+    timings = interleave(names, arguments)
+    rows, place = summary(timings), environment(device)
+    turns = f"{len(timings[names[0]].rounds)} rounds of {arguments.inner}, {arguments.clock} time"
+    print(f"batch {arguments.batch}, {turns}, {place}\n\n{table(rows)}")
     if arguments.json:
         raw = {name: timing._asdict() for name, timing in timings.items()}
-        arguments.json.write_text(
-            json.dumps({"environment": place, "summary": rows, "timings": raw}, indent=1)
-        )
+        arguments.json.write_text(json.dumps({"environment": place, "summary": rows, "timings": raw}, indent=1))
     return 0
 
 

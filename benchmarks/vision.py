@@ -123,9 +123,7 @@ def families(arguments: argparse.Namespace) -> dict[str, Family]:
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", type=parse_names, default=tuple(TASKS), help=f"of {', '.join(TASKS)}")
     add_optimizer_arguments(parser, "ocnopt,sgd,adam,adamw")
     add_run_arguments(parser, "0,1,2", "vision.jsonl")
@@ -134,9 +132,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--warmup", type=int, default=0, help="warm-up steps, all optimizers")
-    parser.add_argument(
-        "--cosine", action="store_true", help="decay the learning rate to a tenth, all optimizers"
-    )
+    parser.add_argument("--cosine", action="store_true", help="decay the learning rate to a tenth, all optimizers")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.tasks) - set(TASKS):
