@@ -1,0 +1,78 @@
+"""The networks of the paper's experiments (App. D), built from one seed.
+
+``build`` is the only door: it draws the initial weights from its own random stream, so that every optimizer
+in a comparison starts from the same point, whatever ran before it. Where the paper leaves a size open, the
+choice made here is written beside it in ``plain.py`` and ``branching.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ocnopt.lab.models.branching import InceptionBlock, ResidualBlock, inception, residual
+from ocnopt.lab.models.plain import cnn, fcn
+from ocnopt.lab.models.resnet import BasicBlock, resnet18
+
+__all__ = [
+    "NETWORKS",
+    "BasicBlock",
+    "InceptionBlock",
+    "ResidualBlock",
+    "build",
+    "cnn",
+    "fcn",
+    "inception",
+    "residual",
+    "resnet18",
+]
+
+NETWORKS: dict[str, Callable[..., nn.Sequential]] = {
+    "fcn": fcn,
+    "cnn": cnn,
+    "residual": residual,
+    "resnet18": resnet18,
+    "inception": inception,
+}
+
+# What the paper sets by dataset: hidden widths "from 10 to 32", tanh "to better distinguish between
+# optimizers".
+_BY_DATASET: dict[str, dict[str, dict[str, Any]]] = {
+    "fcn": {
+        "wine": {"width": 10, "activation": "tanh"},
+        "digits": {"width": 32, "activation": "tanh"},
+        "mnist": {"width": 32, "activation": "relu"},
+        "fmnist": {"width": 32, "activation": "relu"},
+    },
+}
+
+
+def build(
+    name: str,
+    input_shape: Sequence[int],
+    classes: int,
+    *,
+    seed: int = 0,
+    dataset: str | None = None,
+    **options: Any,
+) -> nn.Sequential:
+    """A freshly initialised network; the same arguments always give the same weights.
+
+    ``input_shape`` is the shape of one sample, without the batch dimension. ``dataset`` sets what the paper
+    sets by dataset (the width and the activation of the FCN); ``options`` go to the network's own function
+    and win over it. The global random state is neither used nor moved.
+    """
+    if name not in NETWORKS:
+        raise ValueError(f"name must be one of {', '.join(NETWORKS)}; got {name!r}")
+    shape = tuple(int(n) for n in input_shape)
+    if not shape or min(shape) < 1:
+        raise ValueError(f"input_shape must hold positive sizes; got {tuple(input_shape)}")
+    if classes < 1:
+        raise ValueError(f"classes must be at least 1; got {classes}")
+    settings = _BY_DATASET.get(name, {}).get(dataset.lower(), {}) if dataset is not None else {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return NETWORKS[name](shape, classes, **{**settings, **options})
