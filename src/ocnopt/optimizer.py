@@ -77,7 +77,7 @@ class OCNOpt(Optimizer):
         weight_decay: float = 0.0,
         decoupled_weight_decay: bool = False,
         maximize: bool = False,
-        decay: float = 0.99,
+        decay: float = 0.95,
         eps: float = 1e-8,
         bias_correction: bool = True,
         damping: float = 1e-3,
@@ -288,7 +288,8 @@ class OCNOpt(Optimizer):
         if self._tape is None or not (split or any(p.curvature.needs_model for p in players)):
             return
         for this in self._tape.passes:
-            key = (*this.order, this.batch)
+            mine = [r for r in self._tape.records if r.origin is this and 0 in r.h]
+            key = (this.batch, *((r.name, r.has_rows()) for r in mine))
             if key not in self._mixed:
                 self._mixed[key] = mixed_layers(self._tape, this)
             this.mixed = self._mixed[key]
