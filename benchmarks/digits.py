@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -225,6 +225,13 @@ def range_table(records: list[Record]) -> str:
     return markdown(["curvature", "optimizer", *lrs, "within 1 % of its own best", "of the curvature's best"], rows)
 
 
+def unfinished_cells(records: list[Record]) -> str:
+    """A warning where the cells of the range do not all hold the same number of seeds."""
+    cells = ((r["task"], r["variant"], r["lr"]) for r in records if "result" in r and r["task"] != "stability")
+    counts = set(Counter(cells).values())
+    return f"Not finished: a cell holds {min(counts)} to {max(counts)} seeds." if len(counts) > 1 else ""
+
+
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", type=parse_names, default=PARTS, help=f"of {', '.join(PARTS)}")
@@ -246,7 +253,8 @@ def main(argv: list[str] | None = None) -> int:
         unfinished = execute(planned(arguments), train, arguments.out, arguments.jobs, arguments.budget)
     records = load(arguments.report or arguments.out)
     print(f"### Learning rate 1, batch 16, no momentum\n\n{stability_table(records)}\n")
-    print(f"### Test accuracy by learning rate, %\n\n{range_table(records)}\n\n{failures(records)}".rstrip())
+    print(f"### Test accuracy by learning rate, %\n\n{range_table(records)}")
+    print(*filter(None, (unfinished_cells(records), failures(records))), sep="\n\n")
     return int(unfinished > 0)
 
 

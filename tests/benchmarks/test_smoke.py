@@ -336,6 +336,8 @@ def test_ranges_near_the_own_best_and_near_the_best_of_the_curvature() -> None:
         run("OCNOpt", 0.1, 94.6),
         run("OCNOpt", 0.3, 95.5),
     ]
+    assert digits.unfinished_cells(records) == ""
+    assert "1 to 2 seeds" in digits.unfinished_cells([*records, run("SGD", 0.1, 96.0)])
     sgd, ours = digits.range_table(records).splitlines()[2:]
     assert sgd.endswith("| 96.0 | 94.9 |  |  |  | 0.1 – 0.1 (1) | 0.1 – 0.1 (1) |")
     assert ours.endswith("| 94.6 | 95.5 |  |  |  | 0.1 – 0.3 (2) | 0.3 – 0.3 (1) |")
