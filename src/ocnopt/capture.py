@@ -44,11 +44,15 @@ class Pass:
     order: list[str] = field(default_factory=list)  # modules in the order of their calls
     chain: bool = False
     outputs: list[Tensor] = field(default_factory=list)
+    output_versions: list[int] = field(default_factory=list)
     D: dict[int, Tensor] = field(default_factory=dict)  # ∂L/∂x_K, by output
     mixed: frozenset[str] = frozenset()  # modules whose dimension 0 only has the size of the batch
 
     def inputs_changed(self) -> bool:
         return self.versions != _versions((self.args, self.kwargs))
+
+    def outputs_changed(self) -> bool:
+        return self.output_versions != _versions(self.outputs)
 
 
 @dataclass
@@ -61,6 +65,7 @@ class Record:
     origin: Pass
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    versions: list[int] = field(default_factory=list)
     rng: RNGState | None = None
     training: bool = True
     autocast: torch.dtype | None = None
@@ -73,12 +78,18 @@ class Record:
         """As the layer's adapter sees it. Only for records whose (first) output an adjoint arrived at."""
         return Call(self.module, self.args, self.kwargs, self.h[0], self.rng, self.training, self.autocast)
 
+    def has_rows(self) -> bool:
+        """Has dimension 0 of input and output the size of the batch?"""
+        sizes = {t.shape[:1] for t in (*_tensors((self.args, self.kwargs))[:1], self.h[0])}
+        return self.origin.batch is None or sizes == {(self.origin.batch,)}
+
     def rows_are_samples(self) -> bool:
         """Does dimension 0 of input and output run over the samples, as far as sizes and the probe can tell?"""
-        if self.origin.batch is None:
-            return True
-        sizes = {t.shape[:1] for t in (self.call().x, self.h[0])}
-        return sizes == {(self.origin.batch,)} and self.name not in self.origin.mixed
+        return self.has_rows() and self.name not in self.origin.mixed
+
+    def overwritten(self) -> bool:
+        """Have the arguments been changed in place since the call began?"""
+        return self.versions != _versions((self.args, self.kwargs))
 
 
 class Rollout:
@@ -177,11 +188,13 @@ class Tape:
         self.order = this.order
         if not self.need().states:
             return
-        outputs = [t for t in floating(output) if t.grad_fn is not None]
-        this.chain = self._chain = self._is_chain(tuple(this.order), [t.grad_fn for t in outputs])
-        this.outputs = [t.detach() for t in outputs]
+        outputs = floating(output)
+        nodes = [t.grad_fn for t in outputs if t.grad_fn is not None]
+        this.chain = self._chain = self._is_chain(tuple(this.order), nodes)
+        this.outputs, this.output_versions = [t.detach() for t in outputs], _versions(outputs)
         for i, t in enumerate(outputs):
-            t.register_hook(_adder(this.D, i))
+            if t.grad_fn is not None:
+                t.register_hook(_adder(this.D, i))
         self._graph = []
 
     # --- its modules ---
@@ -201,7 +214,8 @@ class Tape:
             # a module around other players would count their changes a second time
             if not (need.calls or need.states) or name not in self._measured:
                 return None
-            record = Record(name, module, occurrence, this, *_detached((args, kwargs)))
+            record = Record(name, module, occurrence, this, _detached(args), _detached(kwargs))
+            record.versions = _versions((args, kwargs))
             record.training = module.training
             record.autocast = _autocast_dtype(module)
             if name in self.randomised:

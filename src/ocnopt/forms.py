@@ -16,7 +16,7 @@ from ocnopt.gradients import Explicit, Gram, GramRow, GroupGradients, Shared
 from ocnopt.groups import Groups
 from ocnopt.layers.base import Call, compute_dtype
 from ocnopt.multi import masked
-from ocnopt.players import Player
+from ocnopt.players import Player, Use
 
 
 def gradient_of(p: Tensor) -> Tensor:
@@ -33,8 +33,11 @@ class Calls:
             if 0 in record.h:
                 self.by_module[record.name].append(record)
 
+    def __contains__(self, module_name: str) -> bool:
+        return module_name in self.by_module
+
     def records(self, player: Player) -> list[Record]:
-        return [record for name in player.module_names for record in self.by_module[name]]
+        return [record for name in player.module_names if name in self for record in self.by_module[name]]
 
     def by_pass(self, player: Player) -> list[list[Call]]:
         """The calls of a player's modules, by forward pass."""
@@ -51,8 +54,15 @@ class Calls:
         records = self.records(player)
         if not records:
             return "its calls were not seen"
-        if not all(record.rows_are_samples() for record in records):
-            return "dimension 0 of its input or output does not run over the samples"
+        adapters = {use.module_name: use.adapter for uses in player.uses for use in uses}
+        for record in records:
+            if not record.rows_are_samples():
+                return "dimension 0 of its input or output does not run over the samples"
+            if record.overwritten():
+                return "its input was overwritten in place"
+            adapter = adapters[record.name]
+            if adapter is not None and (why := adapter.call_refusal(record.call())) is not None:
+                return why
         return None
 
 
@@ -85,7 +95,7 @@ class Forms:
             return Shared(grads, fractions)
         if kind is Explicit:
             uses = [uses for player in players for uses in player.uses]
-            columns = [self._summed([self._gradient(u.module_name, u.own_name) for u in use]) for use in uses]
+            columns = [self._summed([self._gradient(u) for u in use if u.module_name in self.calls]) for use in uses]
             whole = [Explicit.adding_up_to(g, G, fractions) for g, G in zip(grads, columns, strict=True)]
             return Explicit(whole, fractions)
         return self._gram(players, grads, fractions)
@@ -101,9 +111,9 @@ class Forms:
             rows.append(GramRow(player.adapter, calls[id(record)], player.own_names[0], grad))
         return Gram.of(rows, self.groups, fractions)
 
-    def _gradient(self, module_name: str, own_name: str) -> Tensor:
+    def _gradient(self, use: Use) -> Tensor:
         """Group gradients of one parameter as one module uses it, summed over the module's calls."""
-        return self._summed([self._of_record(r)[own_name] for r in self.calls.by_module[module_name]])
+        return self._summed([self._of_record(r)[use.own_name] for r in self.calls.by_module[use.module_name]])
 
     def _of_record(self, record: Record) -> dict[str, Tensor]:
         if id(record) not in self._columns:

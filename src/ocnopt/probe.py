@@ -1,6 +1,8 @@
-"""Does dimension 0 of a layer's input run over the samples? Sizes alone cannot tell when two of them agree."""
+"""Does dimension 0 of what a layer reads and writes run over the samples? Where two sizes agree, they cannot tell."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,47 +12,71 @@ from ocnopt.capture import Pass, Rollout, Tape
 from ocnopt.environment import Environment
 
 
-class _Inputs(Rollout):
-    """Keeps the first input of every module call."""
+class _Seen(Rollout):
+    """Keeps the first input and the outputs of every module call."""
 
     def __init__(self) -> None:
-        self.seen: dict[tuple[str, int], Tensor] = {}
+        self.tensors: dict[tuple[str, int, str], Tensor] = {}
 
     def before(self, name: str, occurrence: int, inputs: list[Tensor]) -> None:
         if inputs:
-            self.seen[name, occurrence] = inputs[0]
+            self.tensors[name, occurrence, "input"] = inputs[0].clone()  # it may be overwritten later
+
+    def after(self, name: str, occurrence: int, outputs: list[Tensor]) -> None:
+        for i, t in enumerate(outputs):
+            self.tensors[name, occurrence, f"output {i}"] = t.clone()
 
 
 def mixed_layers(tape: Tape, this: Pass) -> frozenset[str]:
-    """The modules whose input does not follow when the samples change places.
+    """The modules whose input or output does not follow when samples are exchanged.
 
-    The model runs twice, in evaluation mode and without gradients: once as it is, once with the samples rolled by one.
+    The model runs in evaluation mode and without gradients: as it is, with the samples rolled by one, and with one
+    sample replaced by another. To follow one of the two is enough: where samples see each other (batch statistics) they
+    still change places, and where random numbers are drawn a single sample still stays apart.
     """
-    if this.batch is None or this.batch < 2:
+    batch = this.batch
+    if batch is None or batch < 2:
         return frozenset()
-
-    def roll(t: Tensor) -> Tensor:
-        return t.roll(1, 0) if t.shape[:1] == (this.batch,) else t
-
     environment = Environment.capture(tape.model)
     environment.autocast = this.autocast or environment.autocast
-    straight, rolled = _Inputs(), _Inputs()
-    try:
-        for follower, (args, kwargs) in (
-            (straight, (this.args, this.kwargs)),
-            (rolled, tree_map_only(Tensor, roll, (this.args, this.kwargs))),
-        ):
-            tape.rollout = follower
+
+    def run(exchange: Callable[[Tensor], Tensor]) -> dict[tuple[str, int, str], Tensor]:
+        def exchanged(t: Tensor) -> Tensor:
+            return exchange(t) if t.shape[:1] == (batch,) else t.clone()  # the model may overwrite its input
+
+        args, kwargs = tree_map_only(Tensor, exchanged, (this.args, this.kwargs))
+        tape.rollout = seen = _Seen()
+        try:
             with environment.repeated():
                 tape.model.eval()
                 tape.model(*args, **kwargs)
-    finally:
-        tape.rollout = None
+        finally:
+            tape.rollout = None
+        return seen.tensors
+
+    straight, rolled, one = run(Tensor.clone), run(_roll), run(_replace_first)
     return frozenset(
-        name
-        for (name, occurrence), x in straight.seen.items()
-        if x.shape[:1] == (this.batch,) and not _same(x.roll(1, 0), rolled.seen.get((name, occurrence)))
+        place[0]
+        for place, x in straight.items()
+        if x.shape[:1] == (batch,) and not (_rolls(x, rolled.get(place)) or _stays_apart(x, one.get(place)))
     )
+
+
+def _roll(t: Tensor) -> Tensor:
+    return t.roll(1, 0)
+
+
+def _replace_first(t: Tensor) -> Tensor:
+    return torch.cat([t[-1:], t[1:]])
+
+
+def _rolls(x: Tensor, y: Tensor | None) -> bool:
+    return _same(_roll(x), y)
+
+
+def _stays_apart(x: Tensor, y: Tensor | None) -> bool:
+    """Has the first row changed, and nothing else?"""
+    return y is not None and x.shape == y.shape and _same(x[1:], y[1:]) and not torch.equal(x[0], y[0])
 
 
 def _same(x: Tensor, y: Tensor | None) -> bool:

@@ -44,7 +44,7 @@ class Nonlinear(capture.Rollout):
             groups,
             sign,
         )  # sign: [r], −1 where the loss is maximised
-        self.records = {(r.name, r.occurrence): r for r in records}
+        self.records, self.mixed = {(r.name, r.occurrence): r for r in records}, this.mixed
         self.stage_of, self.act, self.predict = stage_of, act, predict
         self.s = torch.zeros_like(sign)
         self.done: set[int] = set()
@@ -64,19 +64,22 @@ class Nonlinear(capture.Rollout):
                 self._act(stage)
 
     def before(self, name: str, occurrence: int, inputs: list[Tensor]) -> None:
-        self._acted, record = None, self.records.get((name, occurrence))
+        record = self._record(name, occurrence)
         now = [t for t in inputs if t.is_floating_point()]
         self._into = None if record is None else self._change(record.d, dict(enumerate(record.inputs)), now)
         if self.chain and self._into is not None:
             self.s = self._into
+        elif self.chain:
+            self._predict()  # what the layer before did to this input cannot be measured here
+        self._acted = None
         stage = self.stage_of.get(name)
         if stage is not None and stage not in self.done:
             self._act(stage)
-        if record is None:
+        if record is None and not self.chain:
             self._predict()
 
     def after(self, name: str, occurrence: int, outputs: list[Tensor]) -> None:
-        record = self.records.get((name, occurrence))
+        record = self._record(name, occurrence)
         if self.chain or record is None:
             return
         out = self._change(record.h, record.outputs, outputs)
@@ -84,6 +87,13 @@ class Nonlinear(capture.Rollout):
             self.s = self.s + out - self._into
         else:
             self._predict()
+
+    def _record(self, name: str, occurrence: int) -> Record | None:
+        """What the first pass kept of this call, if the two can be compared."""
+        record = self.records.get((name, occurrence))
+        if record is None or record.overwritten() or (self.groups.rank > 1 and name in self.mixed):
+            return None
+        return record
 
     def _act(self, stage: int) -> None:
         self.done.add(stage)
@@ -93,6 +103,7 @@ class Nonlinear(capture.Rollout):
         """Where the change cannot be measured, the policy's own prediction of it stands in."""
         if self._acted is not None:
             self.s = self.s + self.predict(*self._acted)
+            self._acted = None
 
     def _change(
         self, adjoints: Mapping[int, Tensor], before: Mapping[int, Tensor], now: Sequence[Tensor]
@@ -106,7 +117,7 @@ class Nonlinear(capture.Rollout):
             if self.groups.rank == 1:
                 total = total + terms.sum()
             elif terms.shape[:1] == (self.groups.batch,):
-                total = total + self.groups.sum(terms.flatten(1).sum(1))
+                total = total + self.groups.sum(terms.reshape(self.groups.batch, -1).sum(1))
             else:
                 return None
         return total * self.sign
@@ -122,7 +133,7 @@ def nonlinear(tape: Tape, this: Pass, follower: Nonlinear) -> Tensor | None:
     finally:
         tape.rollout = None
     outputs = capture.floating(output)
-    if len(outputs) != len(this.outputs):
+    if len(outputs) != len(this.outputs) or this.outputs_changed():
         return None
     terms = [(D.double() * (outputs[i].double() - this.outputs[i].double())).sum() for i, D in this.D.items()]
     return torch.stack(terms).sum() if terms else None

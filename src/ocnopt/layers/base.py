@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ocnopt.groups import Groups
 from ocnopt.rng import RNGState
@@ -45,9 +46,9 @@ class Call:
 
     @property
     def x(self) -> Tensor:
-        """The (first) input."""
-        x = self.args[0] if self.args else next(iter(self.kwargs.values()))
-        assert isinstance(x, Tensor)
+        """The first tensor among the arguments."""
+        x = first_tensor((self.args, self.kwargs))
+        assert x is not None
         return x
 
     @property
@@ -146,9 +147,15 @@ class Adapter(ABC):
 
     def call_refusal(self, call: Call) -> str | None:
         """Why this one execution cannot be treated although its module can, or ``None``."""
+        if first_tensor((call.args, call.kwargs)) is None:
+            return "no tensor among its arguments could hold the samples"
         if call.h.dim() == 0 or call.x.dim() == 0 or call.x.shape[0] != call.h.shape[0]:
             return "dimension 0 of its output is not that of its input, so it cannot be the samples"
         return None
+
+
+def first_tensor(tree: Any) -> Tensor | None:
+    return next((t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor)), None)
 
 
 def _as_rows(g: Tensor) -> Tensor:
