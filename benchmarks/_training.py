@@ -28,6 +28,14 @@ def ocnopt_learning_rates() -> tuple[float, ...]:
     return float(f"{lr / 3:.3g}"), lr, float(f"{lr * 3:.3g}")
 
 
+def ocnopt_defaults() -> dict[str, Any]:
+    """OCNOpt's other defaults, spelt out: a record says what ran, and a changed default is a run not yet done."""
+    from ocnopt import OCNOpt
+
+    parameters = inspect.signature(OCNOpt).parameters
+    return {name: parameters[name].default for name in parameters if name not in ("params", "lr", "model")}
+
+
 def needs_model(options: Mapping[str, Any]) -> bool:
     """Whether OCNOpt with these options needs the model; otherwise it works from the gradients alone."""
     return (

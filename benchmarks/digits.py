@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from _networks import fcn
 from _report import failures, markdown
 from _runs import Record, Run, add_run_arguments, execute, load, parse_names
-from _training import StepClock, build_optimizer, environment
+from _training import StepClock, build_optimizer, environment, ocnopt_defaults
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -79,7 +79,7 @@ def range_rows(momentum: float) -> list[Row]:
     # With these, OCNOpt without feedback is the baseline: torch's SGD is heavy ball, its RMSprop uncorrected.
     matching: dict[str, dict[str, Any]] = {
         "identity": {"ema": False},
-        "adaptive": {} if momentum else {"bias_correction": False},
+        "adaptive": {"decay": 0.99, "bias_correction": momentum > 0},
         "kronecker": {},
     }
     feedbacks: dict[str, dict[str, Any]] = {
@@ -126,16 +126,20 @@ def train(run: Run) -> Record:
     }
 
 
+def options_of(row: Row) -> dict[str, Any]:
+    return {**ocnopt_defaults(), **row.options} if row.optimizer == "ocnopt" else row.options
+
+
 def planned(arguments: argparse.Namespace) -> list[Run]:
     settings = {"epochs": arguments.epochs, "batch": 16}
     runs = []
     for seed in map(int, arguments.seeds):
         if "stability" in arguments.part:
-            runs += [Run(r.part, r.optimizer, r.name, 1.0, seed, r.options, settings) for r in stability_rows()]
+            runs += [Run(r.part, r.optimizer, r.name, 1.0, seed, options_of(r), settings) for r in stability_rows()]
         if "range" in arguments.part and seed < arguments.range_seeds:
             wider = {**settings, "batch": arguments.batch, "momentum": arguments.momentum}
             runs += [
-                Run(row.part, row.optimizer, row.name, lr, seed, row.options, wider)
+                Run(row.part, row.optimizer, row.name, lr, seed, options_of(row), wider)
                 for row in range_rows(arguments.momentum)
                 for lr in LEARNING_RATES
             ]

@@ -1,10 +1,13 @@
 """Small language models on real text: OCNOpt as it comes, without warm-up, against AdamW tuned with warm-up.
 
     python benchmarks/gpt.py --sizes 1m,5m,25m --optimizers ocnopt,adamw --jobs 4 --out gpt.jsonl
+    python benchmarks/gpt.py --optimizers adamw --variant "adamw95:optimizer=adamw,betas=(0.9,0.95)" --out gpt.jsonl
     python benchmarks/gpt.py --variant "beta3:gauss_newton=3,lr=0.01" --optimizers "" --out gpt.jsonl
     python benchmarks/gpt.py --report gpt.jsonl
 
-The text is the Python standard library's own source, byte by byte, or any file given with --text.
+The text is the Python standard library's own source, byte by byte, or any file given with --text. Where a
+default of OCNOpt was chosen on this benchmark, AdamW's counterpart must be tuned on it too (its betas, for the
+decay), and the numbers to publish come from seeds that the choice did not see.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from _training import (
     curve,
     environment,
     lr_factor,
+    ocnopt_defaults,
     ocnopt_learning_rates,
     peak_memory_mb,
     set_lr,
@@ -210,10 +214,10 @@ def train(run: Run) -> Record:
 
 def families(arguments: argparse.Namespace) -> dict[str, Family]:
     adamw = {"betas": arguments.betas, "weight_decay": arguments.weight_decay}
-    return {
-        "adamw": Family(ADAMW_LRS, adamw, {"warmup": arguments.warmup}),
-        "ocnopt": Family(ocnopt_learning_rates() if "ocnopt" in wanted(arguments) else (), {}, {"warmup": 0}),
-    }
+    known = {"adamw": Family(ADAMW_LRS, adamw, {"warmup": arguments.warmup})}
+    if "ocnopt" in wanted(arguments):
+        known["ocnopt"] = Family(ocnopt_learning_rates(), ocnopt_defaults(), {"warmup": 0})
+    return known
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -40,6 +40,7 @@ from _training import (
     curve,
     environment,
     lr_factor,
+    ocnopt_defaults,
     ocnopt_learning_rates,
     peak_memory_mb,
     set_lr,
@@ -114,12 +115,14 @@ def train(run: Run, root: str) -> Record:
 
 def families(arguments: argparse.Namespace) -> dict[str, Family]:
     adaptive = (3e-4, 1e-3, 3e-3, 1e-2)
-    return {
+    known = {
         "sgd": Family((1e-3, 1e-2, 3e-2, 1e-1, 3e-1), {"momentum": 0.9}),
         "adam": Family(adaptive),
         "adamw": Family(adaptive),
-        "ocnopt": Family(ocnopt_learning_rates() if "ocnopt" in wanted(arguments) else ()),
     }
+    if "ocnopt" in wanted(arguments):
+        known["ocnopt"] = Family(ocnopt_learning_rates(), ocnopt_defaults())
+    return known
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import importlib.util
+import inspect
 import io
 import json
 import math
@@ -19,6 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+import ocnopt
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # as Python itself does for a script
@@ -78,6 +81,27 @@ def test_a_variant_changes_options_settings_and_learning_rates() -> None:
     assert runs[0].settings == {"steps": 700, "warmup": 100}
     assert runs[-1].settings == {"steps": 700, "warmup": 7}
     assert runs[-1].options == {"betas": (0.9, 0.99), "weight_decay": 0.01, "eps": 1e-6}
+
+
+def test_a_record_spells_out_the_defaults_so_that_a_changed_one_is_run_again() -> None:
+    (run,) = plan("--optimizers", "", "--variant", "mine:rank=8,lr=0.1")
+    defaults = inspect.signature(ocnopt.OCNOpt).parameters
+    assert run.options["decay"] == defaults["decay"].default
+    assert run.options["rank"] == 8
+    assert set(run.options) == set(defaults) - {"params", "lr", "model"}
+
+
+def test_without_feedback_the_range_rows_are_their_baselines() -> None:
+    def loss(row: Any, options: dict[str, Any]) -> float:
+        run = _runs.Run(row.part, row.optimizer, row.name, 3e-3, 0, options, {"epochs": 2, "batch": 256})
+        return float(digits.train(run)["train_loss"])
+
+    for momentum in (0.0, 0.9):
+        rows = digits.range_rows(momentum)
+        for baseline in (row for row in rows if row.optimizer != "ocnopt"):
+            ours = next(row for row in rows if row.part == baseline.part and row.optimizer == "ocnopt")
+            options = {**digits.options_of(ours), "feedback": "off"}
+            assert loss(ours, options) == pytest.approx(loss(baseline, baseline.options), rel=1e-4)
 
 
 def test_a_grid_replaces_the_learning_rates() -> None:
