@@ -138,7 +138,7 @@ class Tape:
         self._left_alone: set[str] = set()  # modules whose outputs nobody overwrites in place
         self._handles = [
             model.register_forward_pre_hook(Hook(self._begin), with_kwargs=True, prepend=True),
-            model.register_forward_hook(Hook(self._end)),
+            model.register_forward_hook(Hook(self._end), always_call=True),  # also when the model raises
         ]
         for name, module in modules.items():
             self._handles += [
@@ -182,7 +182,7 @@ class Tape:
             self._current.environment = Environment.capture(model)
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        this, self._current = self._current, None
+        this, self._current, self._open = self._current, None, []
         if this is None:
             return
         self.order = this.order
