@@ -165,9 +165,10 @@ def test_samples_elsewhere_are_refused() -> None:
     assert "no dimension of samples" in str(adapter_of(call.module).call_refusal(call))
 
 
-def test_autocast() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast(dtype: torch.dtype) -> None:
     """Weights in float32, the call in bfloat16: repeated as it was, gradients formed in float32."""
-    layer, x = attention().float(), sequences(5, 3, 4).float()
+    layer, x = attention().float(), sequences(5, 3, 4).to(dtype)
     with torch.autocast("cpu", torch.bfloat16):
         call = replace(call_of(layer, x, x, x), autocast=torch.bfloat16)
     assert call.h.dtype == torch.bfloat16
