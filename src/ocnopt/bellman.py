@@ -15,6 +15,8 @@ Notation (S stages, r groups of samples, all in autograd's scale):
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +32,10 @@ def terminal_precision(fractions: Tensor, gauss_newton: float) -> Tensor:
 class Policy(ABC):
     """The feedback policy of all stages; :meth:`weights` is the paper's eq. (opt-u) in coordinates of the groups."""
 
-    projections: Tensor  # [S]: eigenvalues cut to keep V^xx positive semi-definite
+    @property
+    @abstractmethod
+    def projections(self) -> Tensor:
+        """``[S]``: how many eigenvalues were cut to keep V^xx positive semi-definite."""
 
     @abstractmethod
     def weights(self, k: int, s: Tensor) -> Tensor:
@@ -41,30 +46,53 @@ class Policy(ABC):
         """``(a_k, Σ_k)``: V_k^x = D_k a_k and V_k^xx = D_k Σ_k D_k^T, for 0 ≤ k ≤ S."""
 
 
+class StageKernels(Protocol):
+    """K and u of all stages, ``[S, r, r]`` and ``[S, r]``, and their sums over the stages."""
+
+    @property
+    def K(self) -> Tensor: ...
+    @property
+    def u(self) -> Tensor: ...
+    @property
+    def total(self) -> tuple[Tensor, Tensor]: ...
+
+
 class Consistent(Policy):
     """Q_θθ contains its own Gauss-Newton term, as DDP's eq. (Q2nd) says. Positive definite by construction.
 
     J_k = Σ_K^{-1} + Σ_{j≥k} K_j,   b_k = Σ_K^{-1} 1 − Σ_{j≥k} u_j,   w_k = J_k^{-1} (b_k + s_k).
     """
 
-    def __init__(self, K: Tensor, u: Tensor, precision: Tensor) -> None:
-        self.precision = precision
-        self.J = torch.diag(precision) + _reverse_cumsum(K)
-        self.b = precision - _reverse_cumsum(u)
-        self.projections = torch.zeros(len(K), dtype=K.dtype, device=K.device)
-        self._factors: Tensor | None = None
+    def __init__(self, kernels: StageKernels, precision: Tensor) -> None:
+        self.kernels, self.precision = kernels, precision
+
+    @cached_property
+    def J(self) -> Tensor:
+        return torch.diag(self.precision) + _reverse_cumsum(self.kernels.K)
+
+    @cached_property
+    def b(self) -> Tensor:
+        return self.precision - _reverse_cumsum(self.kernels.u)
+
+    @cached_property
+    def _factors(self) -> Tensor:
+        """One batched Cholesky factorisation for all stages; NaN where it breaks down, for the caller to mask."""
+        factors, info = torch.linalg.cholesky_ex(self.J)
+        return torch.where((info == 0)[:, None, None], factors, torch.nan)
+
+    @property
+    def projections(self) -> Tensor:
+        return torch.zeros_like(self.kernels.K[:, 0, 0])
 
     def weights(self, k: int, s: Tensor) -> Tensor:
         if self.J.shape[-1] == 1:
             return (self.b[k] + s) / self.J[k, 0]
-        if self._factors is None:  # one batched Cholesky for all stages
-            factors, info = torch.linalg.cholesky_ex(self.J)
-            self._factors = torch.where((info == 0)[:, None, None], factors, torch.nan)
         return torch.cholesky_solve((self.b[k] + s)[:, None], self._factors[k])[:, 0]
 
     def whole_network(self) -> Tensor:
         """w of the linear rollout, one for all stages: J_0^{-1} b_0, the damped Gauss-Newton step of the network."""
-        return solve_spd(self.J[0], self.b[0])
+        K, u = self.kernels.total
+        return solve_spd(torch.diag(self.precision) + K, self.precision - u)
 
     def value(self, k: int) -> tuple[Tensor, Tensor]:
         if k == len(self.J):
@@ -106,7 +134,10 @@ class Paper(Policy):
         self._stages = len(self._cut)
         self._a.reverse()
         self._L.reverse()
-        self.projections = torch.stack(self._cut[::-1])
+
+    @property
+    def projections(self) -> Tensor:
+        return torch.stack(self._cut[::-1])
 
     def weights(self, k: int, s: Tensor) -> Tensor:
         a, Sigma = self.value(k + 1)

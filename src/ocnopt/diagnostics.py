@@ -43,7 +43,6 @@ class Diagnostics:
     asked: Tensor | None = field(default=None, repr=False)  # w before clamping, [S, r]
     w: Tensor | None = field(default=None, repr=False)
     measured_s: Tensor | None = field(default=None, repr=False)
-    projections: Tensor | None = field(default=None, repr=False)
     measured_change: Tensor | None = field(default=None, repr=False)
     skipped: Tensor | None = field(default=None, repr=False)
     sign: float = 1.0  # −1 where the loss is maximised: the game minimises its negative
@@ -64,11 +63,11 @@ class Diagnostics:
 
     @cached_property
     def layers(self) -> list[LayerReport]:
-        if self.w is None or self.kernels is None or self.s is None or self.asked is None or self.projections is None:
+        if self.w is None or self.kernels is None or self.s is None or self.asked is None or self.policy is None:
             return []
         traces = self.kernels.K.diagonal(dim1=1, dim2=2).sum(1)
         clamped = (self.asked != self.w).sum(1)
-        columns = (traces, self.w.amin(1), self.w.amax(1), self.sign * self.s.sum(1), clamped, self.projections)
+        columns = (traces, self.w.amin(1), self.w.amax(1), self.sign * self.s.sum(1), clamped, self.policy.projections)
         rows = torch.stack([c.to(torch.float64) for c in columns], 1).tolist()
         return [
             LayerReport(name, trace, low, high, s, round(clamps), round(cuts))

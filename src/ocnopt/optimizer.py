@@ -100,6 +100,8 @@ class OCNOpt(Optimizer):
         self._tape: Tape | None = None
         self._roster: tuple[Any, list[Player]] | None = None
         self._stages: Stages | None = None
+        self._assigned: tuple[Any, Stages] | None = None
+        self._module_order: list[str] | None = None  # where no call is recorded, the order of definition stands in
         self._fallbacks: dict[int, str] = {}
         self._mixed: dict[tuple[Any, ...], frozenset[str]] = {}
         self._names: list[str] = []
@@ -137,6 +139,7 @@ class OCNOpt(Optimizer):
             raise ValueError("model holds none of the parameters of this optimizer")
         self.detach()
         self._model = model
+        self._module_order = [name for name, _ in model.named_modules()]
         self._hook_if_needed()
 
     def detach(self) -> None:
@@ -144,6 +147,7 @@ class OCNOpt(Optimizer):
         if self._tape is not None:
             self._tape.remove()
         self._model, self._tape, self._roster, self._stages = None, None, None, None
+        self._module_order = None
         self._fallbacks, self._mixed = {}, {}
 
     def _hook_if_needed(self) -> None:
@@ -233,7 +237,7 @@ class OCNOpt(Optimizer):
         this = self._pass()
         groups = self._groups(this)
         self._find_fallbacks(players, groups.rank > 1)
-        self._stages = Stages.assign(players, self._order(this))
+        self._stages = self._assign(players, self._order(this))
         records = self._tape.records if self._tape is not None else []
         before = loss.detach() if isinstance(loss, Tensor) else loss
         if before is not None and not isinstance(before, Tensor):
@@ -281,7 +285,13 @@ class OCNOpt(Optimizer):
             return this.order
         if self._tape is not None and self._tape.order:
             return self._tape.order
-        return None if self._model is None else [name for name, _ in self._model.named_modules()]
+        return self._module_order
+
+    def _assign(self, players: list[Player], order: list[str] | None) -> Stages:
+        key = (tuple(map(id, players)), None if order is None else tuple(order))
+        if self._assigned is None or self._assigned[0] != key:
+            self._assigned = key, Stages.assign(players, order)
+        return self._assigned[1]
 
     def _find_fallbacks(self, players: list[Player], split: bool) -> None:
         """Layers whose calls cannot be read as the configuration asks: each is said once, by name."""
@@ -334,7 +344,7 @@ class OCNOpt(Optimizer):
         first = torch.where(problem.finite.all(), -1.0, problem.finite.to(bad.dtype).argmin().to(bad.dtype))
         self._skipped = self._skipped + bad
         self._first_bad = torch.where(bad.bool(), first, self._first_bad)
-        self._names = [p.name for p in problem.players for _ in p.params]
+        self._names = problem.checked
 
     def summary(self) -> str:
         """Print and return one table: layer, adapter, curvature, stage, parameters, what falls back and why."""

@@ -40,7 +40,6 @@ def play(
         asked=answers.asked,
         w=answers.w,
         measured_s=answers.s if group["feedback"] == "nonlinear" else None,
-        projections=policy.projections,
         measured_change=predicted,
         sign=sign,
         failed_refreshes=problem.failed_refreshes,
@@ -61,6 +60,7 @@ class Answers:
     def __init__(self, policy: Policy, clamp: bool, count: int) -> None:
         self.policy, self.clamp, self.count = policy, clamp, count
         self._kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._all: tuple[Tensor, Tensor] | None = None
 
     def ask(self, k: int, s: Tensor) -> Tensor:
         asked = self.policy.weights(k, s)
@@ -72,7 +72,7 @@ class Answers:
         assert isinstance(self.policy, Consistent)
         asked = self.policy.whole_network()
         bounded = self._bounded(asked)
-        self._kept = dict.fromkeys(range(self.count), (asked, bounded, bounded))
+        self._all = asked.expand(self.count, -1), bounded.expand(self.count, -1)
         return bounded
 
     def _bounded(self, w: Tensor) -> Tensor:
@@ -81,11 +81,11 @@ class Answers:
 
     @property
     def asked(self) -> Tensor:
-        return self._column(0)
+        return self._column(0) if self._all is None else self._all[0]
 
     @property
     def w(self) -> Tensor:
-        return self._column(1)
+        return self._column(1) if self._all is None else self._all[1]
 
     @property
     def s(self) -> Tensor:

@@ -42,6 +42,10 @@ class Part:
         K = step * fraction * self.K
         return torch.tensordot(self.place, K.to(self.place), 1), torch.tensordot(self.place, u.to(self.place), 1)
 
+    def total(self) -> tuple[Tensor, Tensor]:
+        u = self.u if self.free is None else self.u + self.free
+        return self.K.sum(0).to(self.place), u.sum(0).to(self.place)
+
 
 @dataclass
 class Kernels:
@@ -50,11 +54,23 @@ class Kernels:
     """
 
     parts: list[Part]
-    K: Tensor = field(init=False)
-    u: Tensor = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.K, self.u = self._add([part.sums() for part in self.parts])
+    @property
+    def K(self) -> Tensor:
+        return self._sums[0]
+
+    @property
+    def u(self) -> Tensor:
+        return self._sums[1]
+
+    @cached_property
+    def _sums(self) -> tuple[Tensor, Tensor]:
+        return self._add([part.sums() for part in self.parts])
+
+    @cached_property
+    def total(self) -> tuple[Tensor, Tensor]:
+        """Σ_k K_k and Σ_k u_k: all that the linear rollout of consistent mode needs."""
+        return self._add([part.total() for part in self.parts])
 
     @cached_property
     def plan(self) -> tuple[Tensor, Tensor]:
@@ -84,7 +100,8 @@ class Problem:
     groups: Groups
     fractions: Tensor
     ok: Tensor
-    finite: Tensor  # [parameters]
+    finite: Tensor  # [parameters and calls]
+    checked: list[str]  # their names
     count: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -99,7 +116,7 @@ class Problem:
                 for bucket in self.buckets:
                     bucket.metric = bucket.curvature.measure(bucket, None)
                 kernels = Kernels([self._part(bucket, paper=False) for bucket in self.buckets])
-                return Consistent(kernels.K, kernels.u, precision), kernels
+                return Consistent(kernels, precision), kernels
             return self._solve_backward(precision)
 
     def _solve_backward(self, precision: Tensor) -> tuple[Paper, Kernels]:
@@ -179,7 +196,11 @@ def pose(
     buckets.
     """
     device = players[0].params[0].device
-    fine = finite([gradient_of(q) for p in players for q in p.params])
+    # adjoints too: somebody may have repaired p.grad since
+    checked = {p.name: [gradient_of(q) for q in p.params] for p in players}
+    for record in records:
+        checked.setdefault(record.name, []).extend(record.h.values())
+    fine = finite([t for tensors in checked.values() for t in tensors])
     ok = fine.all()
     if loss is not None:
         ok = ok & torch.isfinite(loss.detach()).all().to(device)
@@ -218,7 +239,8 @@ def pose(
                 ok=ok.to(params[0].device, compute_dtype(params[0].dtype)),
             )
         )
-    return Problem(players, stages, buckets, groups, fractions, ok.to(dtype), fine)
+    names = [name for name, tensors in checked.items() for _ in tensors]
+    return Problem(players, stages, buckets, groups, fractions, ok.to(dtype), fine, names)
 
 
 def _stop_clocks(players: Sequence[Player], state: Mapping[Tensor, dict[str, Any]]) -> None:
