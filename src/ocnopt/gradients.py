@@ -96,10 +96,10 @@ class Explicit(GroupGradients):
     def kernels(self, other: GroupGradients) -> Tensor:
         assert isinstance(other, Explicit)
         pairs = zip(self.columns, other.columns, strict=True)
-        return torch.stack([G.flatten(1) @ G2.flatten(1).T for G, G2 in pairs])
+        return torch.stack([_rows(G) @ _rows(G2).T for G, G2 in pairs])
 
     def project(self, vectors: Sequence[Tensor]) -> Tensor:
-        return torch.stack([G.flatten(1) @ v.reshape(-1) for G, v in zip(self.columns, vectors, strict=True)])
+        return torch.stack([_rows(G) @ v.reshape(-1) for G, v in zip(self.columns, vectors, strict=True)])
 
     def select(self, parameters: Sequence[int]) -> Explicit:
         return Explicit([self.columns[i] for i in parameters], self.fractions)
@@ -109,6 +109,11 @@ class Explicit(GroupGradients):
         """Spread over the groups whatever happened to ``p.grad`` after the backward pass (clipping, penalties)."""
         rest = grad - columns.sum(0)
         return columns + fractions.view(-1, *[1] * rest.dim()) * rest
+
+
+def _rows(G: Tensor) -> Tensor:
+    """``[r, *shape] -> [r, P]``, also for a parameter that is a single number."""
+    return G.reshape(len(G), -1)
 
 
 @dataclass
