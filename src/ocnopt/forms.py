@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ocnopt import layers
 from ocnopt.capture import Record
@@ -106,7 +107,8 @@ class Forms:
             (record,) = self.calls.records(player)
             if id(record) not in calls:
                 call = record.call()
-                calls[id(record)] = replace(call, h=self._cleaned(call.h))
+                args, kwargs = tree_map_only(Tensor, self._masked, (call.args, call.kwargs))
+                calls[id(record)] = replace(call, args=args, kwargs=kwargs, h=self._cleaned(call.h))
             assert player.adapter is not None
             rows.append(GramRow(player.adapter, calls[id(record)], player.own_names[0], grad))
         return Gram.of(rows, self.groups, fractions)
@@ -123,9 +125,11 @@ class Forms:
             self._columns[id(record)] = {name: self._cleaned(G) for name, G in columns.items()}
         return self._columns[id(record)]
 
+    def _masked(self, t: Tensor) -> Tensor:
+        return torch.where(self.ok.to(t.device), t, 0) if t.is_floating_point() else t
+
     def _cleaned(self, t: Tensor) -> Tensor:
-        t = torch.where(self.ok.to(t.device), t, 0)
-        return -t if self.maximize else t
+        return -self._masked(t) if self.maximize else self._masked(t)
 
     @staticmethod
     def _summed(tensors: Sequence[Tensor]) -> Tensor:

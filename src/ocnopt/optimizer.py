@@ -288,7 +288,7 @@ class OCNOpt(Optimizer):
         return self._module_order
 
     def _assign(self, players: list[Player], order: list[str] | None) -> Stages:
-        key = (tuple(map(id, players)), None if order is None else tuple(order))
+        key = (tuple(players), None if order is None else tuple(order))
         if self._assigned is None or self._assigned[0] != key:
             self._assigned = key, Stages.assign(players, order)
         return self._assigned[1]

@@ -197,10 +197,9 @@ def pose(
     """
     device = players[0].params[0].device
     # adjoints too: somebody may have repaired p.grad since
-    checked = {p.name: [gradient_of(q) for q in p.params] for p in players}
-    for record in records:
-        checked.setdefault(record.name, []).extend(record.h.values())
-    fine = finite([t for tensors in checked.values() for t in tensors])
+    checked = [(p.name, gradient_of(q)) for p in players for q in p.params]
+    checked += [(record.name, h) for record in records for h in record.h.values()]
+    fine = finite([t for _, t in checked])
     ok = fine.all()
     if loss is not None:
         ok = ok & torch.isfinite(loss.detach()).all().to(device)
@@ -239,8 +238,7 @@ def pose(
                 ok=ok.to(params[0].device, compute_dtype(params[0].dtype)),
             )
         )
-    names = [name for name, tensors in checked.items() for _ in tensors]
-    return Problem(players, stages, buckets, groups, fractions, ok.to(dtype), fine, names)
+    return Problem(players, stages, buckets, groups, fractions, ok.to(dtype), fine, [name for name, _ in checked])
 
 
 def _stop_clocks(players: Sequence[Player], state: Mapping[Tensor, dict[str, Any]]) -> None:

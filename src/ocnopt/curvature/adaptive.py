@@ -36,10 +36,23 @@ class Adaptive(Curvature):
     def measure(self, bucket: Bucket, a: Tensor | None) -> DiagonalMetric:
         decay, eps = bucket.group["decay"], bucket.group["eps"]
         q = bucket.force(a)
-        second_moment = bucket.zeros_like_parameters("second_moment")
-        ema_(second_moment, list(torch._foreach_mul(q, q)), (1 - decay) * bucket.ok)
+        corrected = bucket.group["bias_correction"]
+        # a statistic that starts late, after a change of curvature, is right at once
+        first = bucket.weight_of_average(decay) if corrected else 1 - decay
+        fresh = ["second_moment" not in state for state in bucket.states]
+        second_moment, squares = bucket.zeros_like_parameters("second_moment"), list(torch._foreach_mul(q, q))
+        for new, weight in ((True, first), (False, 1 - decay)):
+            if new in fresh:
+                ema_(_where(second_moment, fresh, new), _where(squares, fresh, new), weight * bucket.ok)
         diagonals = torch._foreach_sqrt(second_moment)
-        if bucket.group["bias_correction"]:
+        if corrected:
             torch._foreach_div_(diagonals, bucket.weight_of_average(decay) ** 0.5)
-        torch._foreach_add_(diagonals, eps)
+        if eps:
+            torch._foreach_add_(diagonals, eps)
+        else:  # 0/0 is no step
+            torch._foreach_clamp_min_(diagonals, torch.finfo(bucket.ok.dtype).tiny)
         return DiagonalMetric(list(diagonals))
+
+
+def _where(tensors: Sequence[Tensor], flags: Sequence[bool], wanted: bool) -> list[Tensor]:
+    return [t for t, flag in zip(tensors, flags, strict=True) if flag == wanted]

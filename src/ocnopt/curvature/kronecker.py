@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 #: samples' gradients formed at a time, in numbers, when second moments are measured
 _CHUNK = 1 << 24
 
+#: what a layer keeps from step to step
+_STATE = (
+    "input_factor", "output_factor", "statistics", "since_refresh", "refreshed_at",
+    "input_basis", "output_basis", "eigenvalues",
+)  # fmt: skip
+
 
 @dataclass
 class KroneckerBlock:
@@ -40,9 +46,15 @@ class KroneckerBlock:
 
     def solve(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         V = self.adapter.to_matrix(self.module, dict(zip(self.names, tensors, strict=True)))
-        V = self.U_C.mT @ V @ self.U_A / (self.S + self.damping)
+        V = self._divided(self.U_C.mT @ V @ self.U_A)
         back = self.adapter.from_matrix(self.module, self.U_C @ V @ self.U_A.mT)
         return [back[n] for n in self.names]
+
+    def _divided(self, V: Tensor) -> Tensor:
+        if self.damping:
+            return V / (self.S + self.damping)
+        seen = self.S.amax() * torch.finfo(self.S.dtype).eps < self.S  # without damping a pseudo-inverse, eq. (kfac-u)
+        return torch.where(seen, V / self.S, 0)
 
 
 @dataclass
@@ -81,49 +93,49 @@ class Kronecker(Curvature):
         passes = _inputs(bucket, player, a)
         x, h = passes[0]
         if "input_factor" not in state or state["input_factor"].shape[1] != x.shape[3]:
-            for key in (
-                "input_basis",
-                "output_basis",
-                "eigenvalues",
-            ):  # a block that lost or gained its bias starts anew
+            for key in _STATE:  # a block that lost or gained its bias starts anew
                 state.pop(key, None)
             state["input_factor"] = x.new_zeros(x.shape[1], x.shape[3], x.shape[3])
             state["output_factor"] = h.new_zeros(h.shape[1], h.shape[3], h.shape[3])
+            state["statistics"] = x.new_zeros(())  # how many are in the factors
             state["since_refresh"] = 0
         samples, positions = sum(len(h) for _, h in passes), sum(len(h) * h.shape[2] for _, h in passes)
-        # the first value is the first statistic; a bad step (ok = 0) changes nothing
-        weight = (1 - bucket.group["factor_decay"] * (bucket.steps > 1).to(bucket.ok)) * bucket.ok
-        state["input_factor"].lerp_(sum(_outer(x) for x, _ in passes) / samples, weight)
-        state["output_factor"].lerp_(sum(_outer(h) for _, h in passes) / positions, weight)
-        refreshed = self._refresh_if_due(bucket, state)
+        ok = bucket.ok if samples else torch.zeros_like(bucket.ok)  # a bad or empty batch changes nothing
+        weight = (1 - bucket.group["factor_decay"] * (state["statistics"] > 0).to(ok)) * ok
+        state["input_factor"].lerp_(sum(_outer(x) for x, _ in passes) / max(samples, 1), weight)
+        state["output_factor"].lerp_(sum(_outer(h) for _, h in passes) / max(positions, 1), weight)
+        state["statistics"] += ok
+        refreshed = self._refresh_if_due(bucket, state, ok)
         if bucket.group["ekfac"]:
-            moments = sum(_squares(x @ state["input_basis"], h @ state["output_basis"]) for x, h in passes) / samples
-            state["eigenvalues"].lerp_(moments, bucket.ok if refreshed else weight)
+            moments = sum(_squares(x @ state["input_basis"], h @ state["output_basis"]) for x, h in passes)
+            state["eigenvalues"].lerp_(moments / max(samples, 1), ok if refreshed else weight)
         basis = (state["input_basis"], state["output_basis"], state["eigenvalues"])
         return KroneckerBlock(player.module, player.adapter, player.own_names, *basis, bucket.group["damping"])
 
-    def _refresh_if_due(self, bucket: Bucket, state: dict[str, Any]) -> bool:
+    def _refresh_if_due(self, bucket: Bucket, state: dict[str, Any], ok: Tensor) -> bool:
         """Renew the eigenbasis every ``refresh_every`` steps; a decomposition that fails leaves the old one."""
-        due = "input_basis" not in state or state["since_refresh"] >= bucket.group["refresh_every"]
+        every: int = bucket.group["refresh_every"]
         state["since_refresh"] += 1
-        if not due:
+        if "input_basis" in state and state["since_refresh"] < every:
             return False
-        A, C = safe_eigh(state["input_factor"]), safe_eigh(state["output_factor"])
-        if A is not None and C is not None and bool(bucket.ok):
-            (values_A, state["input_basis"]), (values_C, state["output_basis"]) = A, C
-            state["eigenvalues"] = values_C[:, :, None] * values_A[:, None, :]
-            state["since_refresh"] = 1
-            return True
-        bucket.failed_refreshes += 1
+        if bool(ok):  # the first look at the device since the last refresh: which of the steps have counted?
+            age = int(state["statistics"]) - state.get("refreshed_at", -every)
+            if "input_basis" in state and age < every:
+                state["since_refresh"] = age
+                return False
+            A, C = safe_eigh(state["input_factor"]), safe_eigh(state["output_factor"])
+            if A is not None and C is not None:
+                (values_A, state["input_basis"]), (values_C, state["output_basis"]) = A, C
+                state["eigenvalues"] = values_C[:, :, None] * values_A[:, None, :]
+                state["refreshed_at"], state["since_refresh"] = int(state["statistics"]), 0
+                return True
+            bucket.failed_refreshes += 1
         if "input_basis" not in state:  # nothing to keep: the diagonals of the factors, in coordinates as they are
-            state["input_basis"], state["output_basis"] = (
-                _eye(state["input_factor"]),
-                _eye(state["output_factor"]),
-            )
+            state["input_basis"], state["output_basis"] = _eye(state["input_factor"]), _eye(state["output_factor"])
             diagonals = (state[k].diagonal(dim1=1, dim2=2) for k in ("output_factor", "input_factor"))
             c, d = (v.nan_to_num(0.0, 0.0, 0.0).clamp_min(0) for v in diagonals)
             state["eigenvalues"] = c[:, :, None] * d[:, None, :]
-        state["since_refresh"] = bucket.group["refresh_every"]  # try again at the next step
+        state["since_refresh"] = every  # try again at the next step
         return False
 
 
