@@ -30,7 +30,11 @@ PAIRS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any], dict[str, Any]]
         {**sgd, "momentum": 0.5, "weight_decay": 0.02, "maximize": True},
     ),
     "rmsprop": (RMSprop, {"alpha": 0.9, "weight_decay": 0.01}, {**rmsprop, "decay": 0.9, "weight_decay": 0.01}),
-    "rmsprop-maximize": (RMSprop, {"maximize": True, "eps": 1e-4}, {**rmsprop, "maximize": True, "eps": 1e-4}),
+    "rmsprop-maximize": (
+        RMSprop,
+        {"alpha": 0.99, "maximize": True, "eps": 1e-4},
+        {**rmsprop, "decay": 0.99, "maximize": True, "eps": 1e-4},
+    ),
     "adam": (Adam, {"betas": (0.9, 0.999)}, {"momentum": 0.9, "decay": 0.999}),
     "adam-decay": (
         Adam,
