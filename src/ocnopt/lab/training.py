@@ -1,0 +1,137 @@
+"""From a folder with a configuration to a finished run: data, checkpoint, journal, trainer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ocnopt.lab import data
+from ocnopt.lab.config import DataConfig, read_run
+from ocnopt.lab.runs import MetricsWriter, Record, RunFolder, finite
+from ocnopt.lab.tensorboard import TensorBoard
+from ocnopt.lab.trainer import Journal, Trainer
+from ocnopt.lab.world import World, describe_environment
+
+Folder = str | os.PathLike[str]
+Listener = Callable[[Record], None]
+
+
+def train(
+    folder: RunFolder,
+    *,
+    device: torch.device | str = "cpu",
+    world: World | None = None,
+    data_dir: Folder | None = None,
+    download: bool = False,
+    tensorboard: bool = False,
+    listen: Listener | None = None,
+) -> Record:
+    """Do what is left of the run in this folder: all of it, the rest after its last checkpoint, or nothing.
+
+    A run that is killed at any moment and continued writes the same metrics as one that is not, apart from the
+    seconds: bit for bit on the same machine with the same number of threads and processes. (Where a network draws
+    random numbers and several processes train it, only the main process takes up its own sequence again.)
+
+    Args:
+        folder: holds the configuration already, see :meth:`RunFolder.create`.
+        device: where to train.
+        world: the processes that train together; every one of them calls this function.
+        data_dir, download: as in :func:`ocnopt.lab.data.load`.
+        tensorboard: write TensorBoard files as well, in a folder inside that of the run.
+        listen: called with every record, in the main process.
+
+    Returns:
+        The ``final`` record.
+    """
+    world, device = world or World(), torch.device(device)
+    config = read_run(folder.config_path)
+    done = world.agree(folder.final() if world.is_main else None)
+    if done is not None:
+        return done
+    dataset = load_data(config.data, data_dir, download)
+    with folder.locked() if world.is_main else nullcontext():
+        state = world.agree(folder.load_checkpoint() if world.is_main else None)
+        with _journal(folder, state, tensorboard, listen) if world.is_main else nullcontext(Silence()) as journal:
+            trainer = Trainer(config, dataset, journal, device=device, world=world)
+            if state is not None:
+                trainer.load_state_dict(state)
+            if world.is_main:
+                _note_environment(folder, describe_environment(device, world))
+            with torch.backends.cudnn.flags(deterministic=True):
+                return _plain(trainer.train())
+
+
+def load_data(config: DataConfig, data_dir: Folder | None = None, download: bool = False) -> data.Dataset:
+    """The dataset of a configuration, with the parts and the sizes that it asks for."""
+    place = None if data_dir is None else os.fspath(data_dir)
+    dataset = _load(config.name, place, download, config.split_seed)
+    dataset = dataset.limited(config.train_limit, config.test_limit)
+    return dataset.with_validation(config.validation, config.split_seed) if config.validation else dataset
+
+
+@lru_cache(maxsize=2)  # a worker trains on the same data again and again
+def _load(name: str, data_dir: str | None, download: bool, split_seed: int) -> data.Dataset:
+    return data.load(name, data_dir, download=download, split_seed=split_seed)
+
+
+class RunJournal:
+    """Writes into the folder of a run, and tells whoever listens."""
+
+    def __init__(
+        self, folder: RunFolder, writer: MetricsWriter, board: TensorBoard | None, listen: Listener | None
+    ) -> None:
+        self._folder, self._writer, self._board, self._listen = folder, writer, board, listen
+
+    def write(self, record: Record) -> None:
+        record = _plain(record)
+        self._writer.write(record)
+        if self._board is not None:
+            self._board.write(record)
+        if self._listen is not None:
+            self._listen(record)
+
+    def save(self, state: dict[str, Any]) -> None:
+        # The metrics first: a checkpoint must never be ahead of them.
+        self._folder.save_checkpoint({**state, "metrics_bytes": self._writer.sync()})
+
+
+class Silence:
+    """The journal of every process but the main one."""
+
+    def write(self, record: Record) -> None:
+        pass
+
+    def save(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@contextmanager
+def _journal(
+    folder: RunFolder, state: dict[str, Any] | None, tensorboard: bool, listen: Listener | None
+) -> Iterator[Journal]:
+    """Go on where the checkpoint was taken; without one, from the beginning."""
+    step, size = (0, 0) if state is None else (state["step"], state["metrics_bytes"])
+    writer = MetricsWriter(folder.metrics_path, keep=size)
+    board = TensorBoard(folder.path / "tensorboard", step) if tensorboard else None
+    try:
+        yield RunJournal(folder, writer, board, listen)
+    finally:
+        writer.close()
+        if board is not None:
+            board.close()
+
+
+def _note_environment(folder: RunFolder, now: dict[str, Any]) -> None:
+    """That of the first start; those of later ones are listed inside it."""
+    first = folder.environment()
+    folder.write_environment({**first, "resumed": [*first.get("resumed", []), now]} if first else now)
+
+
+def _plain(record: Record) -> Record:
+    plain: Record = finite(record)
+    return plain
