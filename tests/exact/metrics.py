@@ -1,0 +1,148 @@
+"""Dense metrics C_k, computed from their definitions: one matrix for each stage, statistics kept between steps.
+
+Nothing here touches the engine: adjoints come from autograd, patches from ``unfold``, Kronecker products are formed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vjp
+from torch.nn.functional import unfold
+
+Options = Mapping[str, Any]
+
+
+@dataclass
+class Slot:
+    """One parameter in the vector θ_k of its stage."""
+
+    name: str
+    parameter: nn.Parameter
+    place: slice
+    options: Options
+
+
+def slots(piece: nn.Module, options: Mapping[nn.Parameter, Options]) -> list[Slot]:
+    found, start = [], 0
+    for name, p in piece.named_parameters():
+        found.append(Slot(name, p, slice(start, start + p.numel()), options[p]))
+        start += p.numel()
+    return found
+
+
+def split(piece: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The parametrised layer of a piece, and the rest."""
+    if not isinstance(piece, nn.Sequential):
+        return piece, nn.Identity()
+    return piece[0], nn.Sequential(*piece[1:])
+
+
+@dataclass
+class Statistics:
+    """The metric of one stage."""
+
+    piece: nn.Module
+    slots: Sequence[Slot]
+    steps: int = 0
+    second_moment: dict[str, Tensor] = field(default_factory=dict)
+    blocks: list[Block] = field(default_factory=list)
+
+    def metric(self, X: Tensor, theta: Tensor, adjoint: Tensor) -> Tensor:
+        """Learn from the state X and the (weighted) adjoint of the stage's output; give C, P×P."""
+        self.steps += 1
+        layer, rest = split(self.piece)
+        names = [name for name, _ in layer.named_parameters()]
+        own = {n: theta[s.place].view_as(s.parameter) for n, s in zip(names, self.slots, strict=True)}
+        y, to_parameters = vjp(lambda own: functional_call(layer, own, (X,)), own)
+        h = vjp(lambda y: rest(y), y)[1](adjoint)[0]
+        gradient = to_parameters(h)[0]
+        C = torch.zeros(len(theta), len(theta), dtype=torch.float64)
+        if _has_factors(layer, self.slots):
+            self._kronecker(C, layer, X, h)
+            return C
+        for s, g in zip(self.slots, gradient.values(), strict=True):
+            C[s.place, s.place] = torch.diag(self._diagonal(s, g.flatten(), theta[s.place]))
+        return C
+
+    def _diagonal(self, slot: Slot, g: Tensor, theta: Tensor) -> Tensor:
+        o = slot.options
+        if o["curvature"] == "identity":
+            return torch.ones_like(g)
+        q = g if o["decoupled_weight_decay"] else g + o["weight_decay"] * theta
+        before = self.second_moment.get(slot.name, torch.zeros_like(g))
+        self.second_moment[slot.name] = v = o["decay"] * before + (1 - o["decay"]) * q**2
+        if o["bias_correction"]:
+            v = v / (1 - o["decay"] ** self.steps)
+        return v.sqrt() + o["eps"]
+
+    def _kronecker(self, C: Tensor, layer: nn.Module, X: Tensor, h: Tensor) -> None:
+        factors = list(_factors(layer, X, h))
+        if self.steps == 1:
+            self.blocks = [Block(self.slots[0].options) for _ in factors]
+        for block, (x, h_block, index) in zip(self.blocks, factors, strict=True):
+            C[index[:, None], index] = block.matrix(x, h_block, self.steps)
+
+
+@dataclass
+class Block:
+    """U (Σ_A ⊗ Σ_C + λ) U^T of one block of a layer, on [c, a] matrices flattened row by row."""
+
+    options: Options
+    A: Tensor = field(init=False)
+    C: Tensor = field(init=False)
+    basis: tuple[Tensor, Tensor] = field(init=False)
+    eigenvalues: Tensor = field(init=False)
+
+    def matrix(self, x: Tensor, h: Tensor, t: int) -> Tensor:
+        """``x``: [samples, positions, a]; ``h``: [samples, positions, c], B times autograd's adjoint."""
+        o = self.options
+        A = torch.einsum("bti,btj->ij", x, x) / len(x)
+        C = torch.einsum("bti,btj->ij", h, h) / (len(h) * h.shape[1])
+        rho = o["factor_decay"]
+        self.A, self.C = (A, C) if t == 1 else (rho * self.A + (1 - rho) * A, rho * self.C + (1 - rho) * C)
+        due = (t - 1) % o["refresh_every"] == 0
+        if due:
+            (a, U_A), (c, U_C) = torch.linalg.eigh(self.A), torch.linalg.eigh(self.C)
+            self.basis, self.eigenvalues = (U_A, U_C), torch.outer(c, a)
+        U_A, U_C = self.basis
+        if o["ekfac"]:
+            rotated = torch.stack([U_C.T @ h_i.T @ x_i @ U_A for x_i, h_i in zip(x, h, strict=True)])
+            moments = rotated.square().mean(0)
+            self.eigenvalues = moments if due else rho * self.eigenvalues + (1 - rho) * moments
+        U = torch.kron(U_C.contiguous(), U_A.contiguous())
+        return U @ torch.diag(self.eigenvalues.flatten() + o["damping"]) @ U.T
+
+
+def _has_factors(layer: nn.Module, slots: Sequence[Slot]) -> bool:
+    """Linear and convolutional layers whose weight and bias agree on everything but weight decay."""
+    ignored = ("params", "weight_decay")
+    options = [{k: v for k, v in slot.options.items() if k not in ignored} for slot in slots]
+    agree = all(o == options[0] for o in options)
+    return isinstance(layer, nn.Linear | nn.Conv2d) and options[0]["curvature"] == "kronecker" and agree
+
+
+def _factors(layer: nn.Module, X: Tensor, h: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """x, h̃ of each block of a layer, and where the entries of its matrix lie in the parameter vector."""
+    blocks = 1
+    if isinstance(layer, nn.Conv2d):
+        blocks = layer.groups
+        geometry = (layer.kernel_size, layer.dilation, layer.padding, layer.stride)
+        channels = X.shape[1] // blocks
+        inputs = [unfold(part, *geometry).mT for part in X.split(channels, 1)]
+        adjoints = [part.flatten(2).mT for part in h.split(h.shape[1] // blocks, 1)]
+    else:
+        inputs, adjoints = [X.reshape(len(X), -1, X.shape[-1])], [h.reshape(len(h), -1, h.shape[-1])]
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    place = torch.arange(weight.numel()).view(blocks, -1, inputs[0].shape[-1])
+    if layer.bias is not None:
+        inputs = [torch.cat([x, torch.ones_like(x[..., :1])], -1) for x in inputs]
+        bias = weight.numel() + torch.arange(len(weight)).view(blocks, -1, 1)
+        place = torch.cat([place, bias], -1)
+    for x, h_block, index in zip(inputs, adjoints, place, strict=True):
+        yield x, len(X) * h_block, index.flatten()
