@@ -49,7 +49,7 @@ class Bucket:
     @property
     def lr(self) -> Scalar:
         lr: Scalar = self.group["lr"]
-        return lr.reshape(()) if isinstance(lr, Tensor) else lr
+        return lr.clone().reshape(()) if isinstance(lr, Tensor) else lr  # a scheduler changes it in place
 
     def state_of(self, player: int) -> dict[str, Any]:
         """Where a player keeps what is joint to its parameters: the state of its first one."""

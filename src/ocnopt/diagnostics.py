@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ocnopt.linalg import full_precision
 from ocnopt.summary import table
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ class Diagnostics:
 
     def _change(self, kernels: tuple[Tensor, Tensor]) -> Tensor:
         assert self.w is not None
-        return -(torch.einsum("kij,kj->ki", kernels[0], self.w) + kernels[1])
+        with full_precision():
+            return -(torch.einsum("kij,kj->ki", kernels[0], self.w) + kernels[1])
 
     @cached_property
     def layers(self) -> list[LayerReport]:

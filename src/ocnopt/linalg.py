@@ -8,7 +8,7 @@ the CPU) and reports whether it arrived, so that the caller can keep its last go
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -19,12 +19,23 @@ def symmetrise(matrix: Tensor) -> Tensor:
 
 
 @contextmanager
+def without_autocast() -> Iterator[None]:
+    """The user's loop or the model may be under autocast; the optimizer's own sums and products are not."""
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda", "mps", "xpu"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@contextmanager
 def full_precision() -> Iterator[None]:
     """Factors and kernels are sums that later get inverted: TF32 and friends are off while they are formed."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        yield
+        with without_autocast():
+            yield
     finally:
         torch.set_float32_matmul_precision(before)
 

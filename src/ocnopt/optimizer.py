@@ -17,6 +17,7 @@ from ocnopt.curvature import BY_NAME, Curvature
 from ocnopt.diagnostics import Diagnostics
 from ocnopt.forms import Calls
 from ocnopt.groups import Groups
+from ocnopt.linalg import without_autocast
 from ocnopt.play import Snapshot, play
 from ocnopt.players import Player, find_uses, gather, resolve
 from ocnopt.probe import mixed_layers
@@ -189,7 +190,8 @@ class OCNOpt(Optimizer):
         try:
             players = [p for p in self._players() if all(q.grad is not None for q in p.params)]
             if players:
-                self._step(players, loss, closure, rng)
+                with without_autocast():
+                    self._step(players, loss, closure, rng)
         finally:
             if self._tape is not None:
                 self._tape.clear()

@@ -13,6 +13,7 @@ from ocnopt import rollout
 from ocnopt.bellman import Consistent, Policy
 from ocnopt.capture import Pass, Tape
 from ocnopt.diagnostics import Diagnostics
+from ocnopt.linalg import without_autocast
 from ocnopt.players import Player
 from ocnopt.problem import Kernels, Problem
 from ocnopt.stages import Stages
@@ -111,11 +112,13 @@ def _nonlinear(
 ) -> Tensor | None:
     taken = kernels.taken
 
+    @without_autocast()  # both are called from inside the model's second pass
     def act(k: int, s: Tensor) -> Tensor:
         w = answers.ask(k, s)
         problem.act(k, w)
         return w
 
+    @without_autocast()
     def predict(k: int, w: Tensor) -> Tensor:
         return -(taken[0][k] @ w + taken[1][k])
 

@@ -40,7 +40,8 @@ class Part:
         if self.free is not None:
             u = u + step * self.free
         K = step * fraction * self.K
-        return torch.tensordot(self.place, K.to(self.place), 1), torch.tensordot(self.place, u.to(self.place), 1)
+        with full_precision():
+            return torch.tensordot(self.place, K.to(self.place), 1), torch.tensordot(self.place, u.to(self.place), 1)
 
     def total(self) -> tuple[Tensor, Tensor]:
         u = self.u if self.free is None else self.u + self.free
