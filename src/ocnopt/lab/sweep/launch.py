@@ -1,0 +1,147 @@
+"""Start the workers of a sweep on this machine, and watch over them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from ocnopt.lab.recipes import read_recipe
+from ocnopt.lab.sweep.board import ATTEMPTS, Board, Entry, settled
+from ocnopt.lab.sweep.points import Point, points_of
+from ocnopt.lab.sweep.storage import Pulse
+from ocnopt.lab.sweep.worker import Train, Watch, work
+from ocnopt.lab.training import train
+from ocnopt.lab.world import find_device
+
+
+class SweepError(Exception):
+    """A sweep cannot go on. One sentence that says why."""
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """Everything that a worker needs to know; workers of one sweep differ in nothing of it but the folder.
+
+    Attributes:
+        recipe: its file, or the name of one that comes along.
+        storage: the path of a SQLite file, or the URL of a PostgreSQL database.
+        study: the name of the sweep there.
+        folder: of the runs.
+        grids: the keys of those to search; all of them when empty.
+        seeds: each setting is run with each of them.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        data_dir, download: as in :func:`ocnopt.lab.data.load`.
+        pulse: when a worker counts as dead.
+    """
+
+    recipe: str
+    storage: str
+    study: str
+    folder: Path
+    grids: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = (0,)
+    device: str = "cpu"
+    data_dir: str | None = None
+    download: bool = False
+    pulse: Pulse = field(default_factory=Pulse)
+
+    def points(self) -> list[Point]:
+        return points_of(read_recipe(self.recipe), grids=self.grids, seeds=self.seeds)
+
+    def board(self) -> Board:
+        return Board(self.storage, self.study, self.pulse)
+
+    def train(self) -> Train:
+        return partial(train, device=find_device(self.device), data_dir=self.data_dir, download=self.download)
+
+
+def run_sweep(options: SweepOptions, workers: int = 1, watch: Watch | None = None) -> list[Entry]:
+    """Do all that is left of a sweep, and say how it went.
+
+    It can be stopped and started again at any point, here or elsewhere, beside any number of others that do the same.
+
+    Args:
+        options: the sweep.
+        workers: processes on this machine. One works in this very process, as each does under ``torchrun``.
+        watch: is shown the board now and then.
+    """
+    if workers < 1:
+        raise ValueError(f"workers must be at least 1, got {workers}")
+    points, board = options.points(), options.board()
+    try:
+        if workers == 1:
+            work(board, points, options.folder, options.train(), pulse=options.pulse, watch=watch)
+        else:
+            _Crew(options, workers).run(board, points, watch)
+        return board.survey(points)
+    finally:
+        board.close()
+
+
+class _Crew:
+    """Worker processes. One that dies is replaced: its trial is taken up when its grace period is over."""
+
+    def __init__(self, options: SweepOptions, workers: int) -> None:
+        self._options, self._workers = options, workers
+        self._deaths = 0
+        self._processes: list[SpawnProcess] = []
+
+    def run(self, board: Board, points: Sequence[Point], watch: Watch | None) -> None:
+        try:
+            self._processes = [self._start() for _ in range(self._workers)]
+            while not settled(entries := board.survey(points)):
+                if watch is not None:
+                    watch(entries)
+                self._replace_dead()
+                time.sleep(0.5)
+            if watch is not None:
+                watch(entries)
+        finally:
+            for process in self._processes:
+                process.terminate()  # those that have nothing left to do are ending anyway
+            for process in self._processes:
+                process.join()
+
+    def _start(self) -> SpawnProcess:
+        # "spawn": a fork of a process that has used torch or a database must not use either
+        process = multiprocessing.get_context("spawn").Process(
+            target=_worker_process, args=(self._options, self._workers), name="ocnopt-sweep-worker"
+        )
+        process.start()
+        return process
+
+    def _replace_dead(self) -> None:
+        for i, process in enumerate(self._processes):
+            if process.exitcode is None or process.exitcode == 0:
+                continue
+            self._deaths += 1
+            if self._deaths > ATTEMPTS * self._workers:
+                raise SweepError(f"{self._deaths} workers have died, the last with exit status {process.exitcode}")
+            self._processes[i] = self._start()
+
+
+def _worker_process(options: SweepOptions, workers: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to everybody; the parent decides
+    signal.signal(signal.SIGTERM, _stop)
+    torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    board = options.board()
+    try:
+        work(board, options.points(), options.folder, options.train(), pulse=options.pulse, go_on=parent.is_alive)
+    finally:
+        board.close()
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: the trial is being given back
+    raise SystemExit(0)

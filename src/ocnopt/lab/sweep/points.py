@@ -1,0 +1,73 @@
+"""The points of a sweep: every setting of every grid, for every seed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from ocnopt.lab.config import RunConfig
+from ocnopt.lab.recipes import Grid, Recipe
+from ocnopt.lab.schema import ConfigError, Scalar
+
+#: the part of the training samples that decides between settings, where a recipe does not say
+VALIDATION = 0.1
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep."""
+
+    grid: Grid
+    config: RunConfig
+
+    @cached_property
+    def key(self) -> str:
+        """What makes it the same point after a restart, on another machine, or after the recipe was edited."""
+        return f"{self.grid.key}-{_digest(self.config.table())}"
+
+    @cached_property
+    def setting(self) -> str:
+        """The same for all seeds."""
+        return f"{self.grid.key}-{_digest(self.config.with_seed(0).table())}"
+
+    @property
+    def values(self) -> dict[str, Scalar]:
+        """What distinguishes it from the other points of its grid: the options that the grid sets, and the seed."""
+        options = {name: self.config.optimizer.options[name] for name in self.grid.choices}
+        return {**options, "seed": self.config.training.seed}
+
+
+def points_of(recipe: Recipe, *, grids: Sequence[str] = (), seeds: Iterable[int] | None = None) -> list[Point]:
+    """All points, every setting with the first seed before any with the second.
+
+    Settings are compared on samples held out of the training set, never on the test set: where the recipe holds out
+    none, a tenth of them is.
+
+    Args:
+        recipe: a run and its grids.
+        grids: the keys of those to search; all of them when empty.
+        seeds: each setting is run with each of them; the recipe's own seed when ``None``.
+    """
+    for key in grids:
+        if key not in recipe.grids:
+            raise ConfigError(f"grids.{key} is not in the recipe: it has {', '.join(recipe.grids) or 'no grids'}")
+    chosen = [grid for key, grid in recipe.grids.items() if not grids or key in grids]
+    if not chosen:
+        raise ConfigError("grids must hold at least one table: there is nothing to sweep over")
+    run = recipe.run
+    if not run.data.validation:
+        run = replace(run, data=replace(run.data, validation=VALIDATION))
+    return [
+        Point(grid, run.with_optimizer(optimizer, grid.label).with_seed(seed))
+        for seed in (list(seeds) if seeds is not None else [run.training.seed])
+        for grid in chosen
+        for optimizer in grid.points()
+    ]
+
+
+def _digest(table: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:12]

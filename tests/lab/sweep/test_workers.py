@@ -1,0 +1,160 @@
+"""Workers that are killed, stopped, or whose database goes away: nothing is lost and nothing is done twice."""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from optuna.trial import TrialState
+from tests.lab.sweep.conftest import Server
+from tests.lab.sweep.recipes import PULSE, small_recipe, small_sweep
+
+from ocnopt.lab.runs import Record, RunFolder, find_runs
+from ocnopt.lab.sweep import Board, Standing, SweepOptions, points_of, run_sweep, work
+from ocnopt.lab.sweep.board import Entry
+
+POINTS = points_of(small_recipe(), grids=["plain"])
+
+
+def wait_for(happened: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+
+
+def completed(options: SweepOptions) -> Counter[str]:
+    board = options.board()
+    trials = [t.user_attrs["point"] for t in board.trials() if t.state is TrialState.COMPLETE]
+    board.close()
+    return Counter(trials)
+
+
+def pretend(run: RunFolder) -> Record:
+    """A run of no time at all."""
+    run.metrics_path.write_text('{"kind": "epoch", "validation_accuracy": 0.75}\n')
+    return {"kind": "final", "test_accuracy": 0.5, "train_loss": 1.0, "seconds": 0.1, "diverged": False}
+
+
+def test_two_workers_one_killed_in_the_middle_of_a_trial(tmp_path: Path, storage: str, study: str) -> None:
+    options, marker = small_sweep(tmp_path, storage, study), tmp_path / "stuck"
+    (tmp_path / "options").write_bytes(pickle.dumps(options))
+    script = Path(__file__).with_name("stuck_worker.py")
+    victim = subprocess.Popen([sys.executable, str(script), str(tmp_path / "options"), str(marker)])
+    survivor = threading.Thread(target=run_sweep, args=(options,))
+    try:
+        wait_for(marker.exists)
+        survivor.start()
+        wait_for(lambda: len(completed(options)) > 2)  # they work side by side
+    finally:
+        victim.kill()
+        assert victim.wait() == -signal.SIGKILL
+    survivor.join(timeout=60)
+    assert completed(options) == Counter(point.key for point in options.points())
+    board = options.board()
+    (abandoned,) = (t for t in board.trials() if t.state is not TrialState.COMPLETE)
+    board.close()
+    assert abandoned.state is TrialState.FAIL
+    assert "error" not in abandoned.user_attrs
+    # taken up where it was, not from the start: the run has been begun twice and has every step once
+    run = RunFolder(options.folder / abandoned.user_attrs["point"])
+    assert len(run.environment()["resumed"]) == 1
+    steps = [record["step"] for record in run.metrics("step")]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_crew_replaces_a_worker_that_was_killed(tmp_path: Path, study: str) -> None:
+    options = small_sweep(tmp_path, str(tmp_path / "sweep.db"), study)
+    killed: list[int] = []
+
+    def kill_one(entries: Sequence[Entry]) -> None:
+        if not killed and any(entry.standing is Standing.RUNNING for entry in entries):
+            pid = multiprocessing.active_children()[0].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
+
+    entries = run_sweep(options, workers=2, watch=kill_one)
+    assert killed
+    assert {entry.standing for entry in entries} == {Standing.DONE}
+    assert completed(options) == Counter(point.key for point in options.points())
+    assert len(find_runs([options.folder])) == len(entries)
+
+
+def test_stop_and_resume(tmp_path: Path, storage: str, study: str) -> None:
+    board, begun = Board(storage, study, PULSE), []
+
+    def interrupted(run: RunFolder) -> Record:
+        begun.append(run.name)
+        if len(begun) == 2:
+            raise KeyboardInterrupt
+        return pretend(run)
+
+    with pytest.raises(KeyboardInterrupt):
+        work(board, POINTS, tmp_path, interrupted, pulse=PULSE)
+    assert [e.standing.value for e in board.survey(POINTS)] == ["done", "open", "open", "open"]
+    work(board, POINTS, tmp_path, interrupted, pulse=PULSE)
+    assert Counter(begun) == {p.key: 1 + (i == 1) for i, p in enumerate(POINTS)}
+    work(board, POINTS, tmp_path, interrupted, pulse=PULSE)
+    assert len(begun) == 5
+    board.close()
+
+
+def test_failed_trials_keep_their_error_and_the_others_go_on(tmp_path: Path, study: str) -> None:
+    board = Board(str(tmp_path / "sweep.db"), study, PULSE)
+
+    def fails_once(run: RunFolder) -> Record:
+        if run.name == POINTS[1].key:
+            raise ValueError("too wide")
+        return pretend(run)
+
+    work(board, POINTS, tmp_path, fails_once, pulse=PULSE)
+    entries = board.survey(POINTS)
+    assert [e.standing.value for e in entries] == ["done", "failed", "done", "done"]
+    assert entries[1].error == "ValueError: too wide"
+    assert entries[1].trial is not None
+    assert "fails_once" in entries[1].trial.user_attrs["traceback"]
+    board.close()
+
+
+def test_signs_of_life_keep_a_long_trial(tmp_path: Path, study: str) -> None:
+    board = Board(str(tmp_path / "sweep.db"), study, PULSE)
+    others: list[object] = []
+
+    def slow(run: RunFolder) -> Record:
+        time.sleep(PULSE.grace + 1.5)
+        others.append(board.claim(POINTS[:1]))
+        return pretend(run)
+
+    work(board, POINTS[:1], tmp_path, slow, pulse=PULSE)
+    assert others == [None]
+    assert [e.standing for e in board.survey(POINTS[:1])] == [Standing.DONE]
+    board.close()
+
+
+def test_database_that_is_restarted_during_a_trial(tmp_path: Path, postgresql: Server, study: str) -> None:
+    board = Board(postgresql.url, study, PULSE)
+    starter = threading.Timer(1.0, postgresql.start)
+
+    def unplug(run: RunFolder) -> Record:
+        postgresql.stop()
+        starter.start()
+        return pretend(run)
+
+    work(board, POINTS[:1], tmp_path, unplug, pulse=PULSE)
+    starter.join()
+    assert [t.state for t in board.trials()] == [TrialState.COMPLETE]
+    board.close()
+
+
+def test_workers_must_be_some(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
+        run_sweep(small_sweep(tmp_path, "x.db", "x"), workers=0)
