@@ -163,8 +163,8 @@ class Tape:
 
     def _needed(self) -> Need:
         """Nothing without gradients, in a second forward pass, or inside a backward pass: there a forward pass is
-        activation
-        checkpointing, run again, and the first one has been recorded."""
+        activation checkpointing, run again, and the first one has been recorded.
+        """
         idle = self.rollout is not None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
         return Need() if idle else self.need()
 

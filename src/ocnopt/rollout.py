@@ -39,11 +39,8 @@ class Nonlinear(capture.Rollout):
         groups: Groups,
         sign: Tensor,
     ) -> None:
-        self.chain, self.groups, self.sign = (
-            this.chain,
-            groups,
-            sign,
-        )  # sign: [r], −1 where the loss is maximised
+        self.chain, self.groups = this.chain, groups
+        self.sign = sign  # [r], −1 where the loss is maximised
         self.records, self.mixed = {(r.name, r.occurrence): r for r in records}, this.mixed
         self.stage_of, self.act, self.predict = stage_of, act, predict
         self.s = torch.zeros_like(sign)

@@ -41,9 +41,7 @@ def assert_close(actual: Tensor, expected: Tensor, scale: float | Tensor = 0.0) 
 class Net:
     """A chain as the solver wants it, with a random metric and a linear cost for each stage."""
 
-    def __init__(
-        self, pieces: Sequence[nn.Module], X0: Tensor, decay: float = 0.01, scale: float = 1.0
-    ) -> None:
+    def __init__(self, pieces: Sequence[nn.Module], X0: Tensor, decay: float = 0.01, scale: float = 1.0) -> None:
         self.X0 = X0
         self.layers, self.thetas = map(list, zip(*(stage(piece) for piece in pieces), strict=True))
         self.metric = [spd(len(theta), scale) for theta in self.thetas]
@@ -188,9 +186,7 @@ def test_closed_form_of_consistent_mode(rank: int, decay: float, rollout: str) -
         assert_close(D[k + 1].T @ s.dx[k + 1], change)
 
 
-def paper_closed_form(
-    net: Net, rank: int, eta: float
-) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int]]:
+def paper_closed_form(net: Net, rank: int, eta: float) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int]]:
     """a_k, Sigma_k, the steps of a linear rollout and the projections, in r x r form."""
     _, G, sizes = group_columns(net, rank)
     a, Sigma = torch.ones(rank, dtype=torch.float64), torch.diag(BETA**2 * B / sizes)

@@ -107,7 +107,7 @@ class Kronecker(Curvature):
         state["statistics"] += ok
         refreshed = self._refresh_if_due(bucket, state, ok)
         if bucket.group["ekfac"]:
-            moments = sum(_squares(x @ state["input_basis"], h @ state["output_basis"]) for x, h in passes)
+            moments = sum(_squares(x, h, state["input_basis"], state["output_basis"]) for x, h in passes)
             state["eigenvalues"].lerp_(moments / max(samples, 1), ok if refreshed else weight)
         basis = (state["input_basis"], state["output_basis"], state["eigenvalues"])
         return KroneckerBlock(player.module, player.adapter, player.own_names, *basis, bucket.group["damping"])
@@ -162,15 +162,16 @@ def _outer(v: Tensor) -> Tensor:
     return flat.mT @ flat
 
 
-def _squares(x: Tensor, h: Tensor) -> Tensor:
-    """Σ_i (Σ_t h_it x_it^T)², elementwise, ``[blocks, c, a]``."""
+def _squares(x: Tensor, h: Tensor, U_A: Tensor, U_C: Tensor) -> Tensor:
+    """Σ_i (U_C^T Σ_t h_it x_it^T U_A)², ``[blocks, c, a]``: squared gradients of samples in the eigenbasis."""
     B, g, T, a = x.shape
+    c = h.shape[3]
     if T == 1:  # the square of a product is the product of squares
-        return torch.einsum("bgtc,bgta->gca", h.square(), x.square())
-    total = x.new_zeros(g, h.shape[3], a)
-    step = max(1, _CHUNK // max(1, g * h.shape[3] * a))
-    for i in range(0, B, step):
-        total += (h[i : i + step].mT @ x[i : i + step]).square().sum(0)
+        return torch.einsum("bgtc,bgta->gca", (h @ U_C).square(), (x @ U_A).square())
+    total = x.new_zeros(g, c, a)
+    step = max(1, _CHUNK // max(1, g * c * a))
+    for i in range(0, B, step):  # a sample's gradient has c rows to rotate, its inputs have T
+        total += (U_C.mT @ (h[i : i + step].mT @ x[i : i + step]) @ U_A).square().sum(0)
     return total
 
 
