@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from ocnopt.chain import Ends, is_chain
 from ocnopt.environment import Autocast, Environment
 from ocnopt.layers.base import Call
 from ocnopt.rng import RNGState
@@ -70,6 +71,7 @@ class Record:
     training: bool = True
     autocast: torch.dtype | None = None
     inputs: list[Tensor] = field(default_factory=list)
+    opaque: bool = False  # some of its inputs came in a list or dict: the gradient through that edge is not known
     d: dict[int, Tensor] = field(default_factory=dict)  # gradient through this very edge, by input
     outputs: dict[int, Tensor] = field(default_factory=dict)
     h: dict[int, Tensor] = field(default_factory=dict)  # ∂L/∂output, by output
@@ -123,7 +125,7 @@ class Tape:
 
     def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module], need: Callable[[], Need]) -> None:
         self.model, self.need = model, need
-        self._modules = set(modules)
+        self._modules = dict(modules)
         self._measured = {n for n in modules if not any(other != n and _inside(other, n) for other in modules)}
         self.records: list[Record] = []
         self.order: list[str] = []  # of the last pass
@@ -132,8 +134,8 @@ class Tape:
         self._current: Pass | None = None
         self._open: list[Record] = []
         self._counts: dict[str, int] = {}
-        self._graph: list[tuple[list[Any], list[Any]]] = []  # autograd nodes at (inputs, outputs) of each call
-        self._chains: dict[tuple[str, ...], bool] = {}
+        self._graph: list[Ends] = []
+        self._chains: dict[tuple[Any, ...], bool] = {}
         self._chain = False  # was the last pass one?
         self._left_alone: set[str] = set()  # modules whose outputs nobody overwrites in place
         self._handles = [
@@ -227,19 +229,11 @@ class Tape:
 
     def _watch_inputs(self, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pass on aliases of the inputs: a hook on an alias sees the gradient through this edge alone."""
-        leaves, spec = tree_flatten((args, kwargs))
-        nodes = []
-        for place, t in enumerate(leaves):
-            if not isinstance(t, Tensor) or not t.is_floating_point():
-                continue
-            i = len(record.inputs)
-            record.inputs.append(t.detach())
-            if t.requires_grad:
-                nodes.append(t.grad_fn)
-                leaves[place] = t.view_as(t)
-                leaves[place].register_hook(_adder(record.d, i))
+        nodes: list[Any] = []
+        args = _pass_on(record, nodes, args)
+        kwargs = {name: _pass_on(record, nodes, value) for name, value in kwargs.items()}
         self._graph.append((nodes, []))
-        return tree_unflatten(leaves, spec)
+        return args, kwargs
 
     def _after(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -250,18 +244,19 @@ class Tape:
                 return None
             record = self._open.pop()
             leaves, spec = tree_flatten(output)
-            place, i = len(self._graph) - 1, 0
+            place, i, replaced = len(self._graph) - 1, 0, False
             for j, t in enumerate(leaves):
                 if not isinstance(t, Tensor) or not t.is_floating_point():
                     continue
                 if t.requires_grad:
                     if t.grad_fn is None:  # a hook on a leaf (a parameter, handed out as it is) would stay for ever
-                        leaves[j] = t = t.view_as(t)
+                        leaves[j], replaced = t.view_as(t), True
+                        t = leaves[j]
                     t.register_hook(self._arrival(record, i, t.detach()))
                     if self.need().states:
                         self._graph[place][1].append(t.grad_fn)
                 i += 1
-            return tree_unflatten(leaves, spec)
+            return tree_unflatten(leaves, spec) if replaced else None
 
         return hook
 
@@ -282,41 +277,48 @@ class Tape:
 
         return hook
 
-    # --- the graph ---
-
     def _is_chain(self, order: tuple[str, ...], outputs: list[Any]) -> bool:
-        """Does every call read what the call before it wrote, and nothing else? Then its input is the whole state.
+        """Is the input of every layer the whole state?
 
         Not if parameters are used outside the calls that are seen: the change they make shows in no layer's input yet.
         """
-        if order not in self._chains:
-            seen = self._measured == self._modules == set(order)
-            owner = {node: k for k, (_, nodes) in enumerate(self._graph) for node in nodes}
-            reads = [_reached(nodes, owner) for nodes, _ in self._graph]
-            path = all(read == ({k - 1} if k else set()) for k, read in enumerate(reads))
-            self._chains[order] = seen and path and _reached(outputs, owner) == {len(self._graph) - 1}
-        return self._chains[order]
-
-
-def _reached(nodes: list[Any], owner: Mapping[Any, int]) -> set[int]:
-    """The calls whose outputs the autograd nodes depend on directly."""
-    found: set[int] = set()
-    seen: set[Any] = set()
-    todo = [n for n in nodes if n is not None]
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node in owner:
-            found.add(owner[node])
-        else:
-            todo += [n for n, _ in node.next_functions if n is not None]
-    return found
+        trained = {n for n, m in self._modules.items() if any(p.requires_grad for p in m.parameters(recurse=False))}
+        if not trained <= self._measured & set(order):
+            return False
+        key = (order, tuple(bool(nodes) for _, nodes in self._graph))
+        if key not in self._chains:
+            self._chains[key] = is_chain(self._graph, outputs)
+        return self._chains[key]
 
 
 def _inside(name: str, parent: str) -> bool:
     return not parent or name.startswith(parent + ".")
+
+
+def _pass_on(record: Record, nodes: list[Any], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _watched(record, nodes, value, alias=True)
+    if type(value) is tuple:
+        return tuple(_pass_on(record, nodes, v) for v in value)
+    for t in _tensors(value):  # whoever gave us a list or dict may want it back with what the module adds to it
+        _watched(record, nodes, t, alias=False)
+    return value
+
+
+def _watched(record: Record, nodes: list[Any], t: Tensor, alias: bool) -> Tensor:
+    if not t.is_floating_point():
+        return t
+    i = len(record.inputs)
+    record.inputs.append(t.detach())
+    if not t.requires_grad:
+        return t
+    nodes.append(t.grad_fn)
+    if not alias:
+        record.opaque = True
+        return t
+    t = t.view_as(t)
+    t.register_hook(_adder(record.d, i))
+    return t
 
 
 def _adder(store: dict[int, Tensor], i: int) -> Callable[[Tensor], None]:

@@ -103,7 +103,9 @@ class OCNOpt(Optimizer):
         self._stages: Stages | None = None
         self._assigned: tuple[Any, Stages] | None = None
         self._module_order: list[str] | None = None  # where no call is recorded, the order of definition stands in
-        self._fallbacks: dict[int, str] = {}
+        self._alone: dict[tuple[Player, int], Player] = {}
+        self._fallbacks: dict[str, str] = {}  # by name of player
+        self._said: set[tuple[str, str]] = set()
         self._mixed: dict[tuple[Any, ...], frozenset[str]] = {}
         self._names: list[str] = []
         self._count = 0
@@ -149,7 +151,7 @@ class OCNOpt(Optimizer):
             self._tape.remove()
         self._model, self._tape, self._roster, self._stages = None, None, None, None
         self._module_order = None
-        self._fallbacks, self._mixed = {}, {}
+        self._fallbacks, self._mixed, self._said = {}, {}, set()
 
     def _hook_if_needed(self) -> None:
         if self._model is None or self._tape is not None or not self._need():
@@ -188,7 +190,7 @@ class OCNOpt(Optimizer):
                 loss = closure()
         self._check()
         try:
-            players = [p for p in self._players() if all(q.grad is not None for q in p.params)]
+            players = self._acting()
             if players:
                 with without_autocast():
                     self._step(players, loss, closure, rng)
@@ -229,8 +231,22 @@ class OCNOpt(Optimizer):
         trained = tuple(p.requires_grad for g in groups for p in g["params"])
         key = (tuple((id(g), len(g["params"]), g["curvature"]) for g in groups), lr_pattern, trained)
         if self._roster is None or self._roster[0] != key:
-            self._roster = key, gather(groups, self._model)
+            self._roster, self._alone = (key, gather(groups, self._model)), {}
         return self._roster[1]
+
+    def _acting(self) -> list[Player]:
+        """The players with gradients. Of a layer's block with some, each parameter that has one acts by itself."""
+        acting: list[Player] = []
+        for player in self._players():
+            have = [q.grad is not None for q in player.params]
+            if all(have):
+                acting.append(player)
+                continue
+            for i in (i for i, there in enumerate(have) if there):
+                alone = self._alone.setdefault((player, i), player.alone(i))
+                self._fall_back(alone, "the rest of its layer has no gradient", ["its curvature is adaptive"])
+                acting.append(alone)
+        return acting
 
     def _step(
         self, players: list[Player], loss: Any, closure: Callable[[], float] | None, rng: RNGState | None
@@ -316,9 +332,13 @@ class OCNOpt(Optimizer):
                 player.curvature = BY_NAME["adaptive"]
                 player.notes.append(f"{why}: adaptive curvature")
                 effects.append("its curvature is adaptive")
-            if self._fallbacks.get(id(player)) != why:
-                self._fallbacks[id(player)] = why
-                warnings.warn(f"{player.name}: {why}; {' and '.join(effects)}", stacklevel=5)
+            self._fall_back(player, why, effects)
+
+    def _fall_back(self, player: Player, why: str, effects: list[str]) -> None:
+        self._fallbacks[player.name] = why
+        if (player.name, why) not in self._said:
+            self._said.add((player.name, why))
+            warnings.warn(f"{player.name}: {why}; {' and '.join(effects)}", stacklevel=6)
 
     # --- looking at it ---
 

@@ -58,6 +58,11 @@ class Player:
         """The modules that hold any of the parameters, without repetition."""
         return list(dict.fromkeys(use.module_name for uses in self.uses for use in uses))
 
+    def alone(self, i: int) -> Player:
+        """One of the parameters by itself, which is not a block any more."""
+        name, group, uses = f"{self.name}.{self.own_names[i]}", self.groups[i], self.uses[i]
+        return Player(name, [self.params[i]], [group], BY_NAME["adaptive"], [uses])
+
     def why_no_adapter(self) -> str | None:
         """Why no adapter reads the calls of its modules, or ``None`` if one does."""
         for uses in self.uses:

@@ -88,9 +88,9 @@ class Nonlinear(capture.Rollout):
     def _record(self, name: str, occurrence: int) -> Record | None:
         """What the first pass kept of this call, if the two can be compared."""
         record = self.records.get((name, occurrence))
-        if record is None or record.overwritten() or (self.groups.rank > 1 and name in self.mixed):
+        if record is None or record.opaque or record.overwritten():
             return None
-        return record
+        return None if self.groups.rank > 1 and name in self.mixed else record
 
     def _act(self, stage: int) -> None:
         self.done.add(stage)

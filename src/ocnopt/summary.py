@@ -15,9 +15,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
-def summarise(players: Sequence[Player], stages: Stages | None, split: bool, fallbacks: Mapping[int, str]) -> str:
-    """``split``: are gradients split into groups of samples? ``fallbacks``: what the last step found out, by
-    id(player).
+def summarise(players: Sequence[Player], stages: Stages | None, split: bool, fallbacks: Mapping[str, str]) -> str:
+    """``split``: are gradients split into groups of samples? ``fallbacks``: what the last step found out, by the
+    names of players.
     """
     rows = []
     for player in players:
@@ -33,10 +33,10 @@ def summarise(players: Sequence[Player], stages: Stages | None, split: bool, fal
     return f"{body}\n{total:,} parameters in {len(players)} players"
 
 
-def _group_notes(player: Player, split: bool, fallbacks: Mapping[int, str]) -> list[str]:
+def _group_notes(player: Player, split: bool, fallbacks: Mapping[str, str]) -> list[str]:
     if not split:
         return []
-    why = player.why_no_adapter() or fallbacks.get(id(player))
+    why = player.why_no_adapter() or fallbacks.get(player.name)
     if why:
         return [f"{why}: groups share p.grad"]
     if player.adapter is not None and player.module is not None and player.adapter.couples_samples(player.module):
