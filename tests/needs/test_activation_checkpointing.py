@@ -1,0 +1,58 @@
+"""Layers that forget their activations and compute them again in the backward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.toys import CLASSES, FEATURES, GAMES, SOME_GAMES, assert_identical, batches, name_of, state_of, train, values
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ocnopt import OCNOpt
+
+
+class Net(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first = nn.Linear(FEATURES, 8)
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 8))
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        forgets = {"use_reentrant": self.how == "reentrant"}
+        x = self.block(x) if self.how == "kept" else checkpoint(self.block, x, **forgets)
+        return self.head(torch.tanh(x))
+
+
+def run(how: str, game: dict[str, Any]) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    torch.manual_seed(0)
+    model = Net(how).double()
+    opt = OCNOpt(model.parameters(), 0.05, model=model, **game)
+    torch.manual_seed(1)
+    train(model, opt, batches(3))
+    return values(model), state_of(opt)
+
+
+@pytest.mark.parametrize("game", GAMES, ids=name_of)
+def test_the_same_steps(game: dict[str, Any]) -> None:
+    assert_identical(run("computed again", game), run("kept", game))
+
+
+def test_the_old_kind_is_right_at_rank_one() -> None:
+    assert_identical(run("reentrant", SOME_GAMES[0]), run("kept", SOME_GAMES[0]))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch's, in a pass without gradients
+@pytest.mark.parametrize("game", SOME_GAMES[1:], ids=name_of)
+def test_the_old_kind_hides_its_layers_and_that_is_said(game: dict[str, Any]) -> None:
+    """Reentrant checkpoints run without gradients first; there is no call to read, and the layers fall back by name."""
+    if game["rank"] == 1 and game["curvature"] != "kronecker":
+        run("reentrant", game)
+        return
+    with pytest.warns(UserWarning, match=r"block\..*: its calls were not seen") as caught:
+        run("reentrant", game)
+    assert {str(w.message)[:7] for w in caught if "seen" in str(w.message)} == {"block.0", "block.3"}
