@@ -64,7 +64,7 @@ class DataConfig:
     """
 
     name: str
-    batch_size: Count = 128
+    batch_size: Count = 32
     train_limit: Count | None = None
     test_limit: Count | None = None
     validation: Fraction = 0.0

@@ -172,6 +172,9 @@ class OptimizerConfig:
     def lr(self) -> float:
         return float(self.options["lr"])
 
+    def with_lr(self, lr: float) -> OptimizerConfig:
+        return read_optimizer({**self.table(), "lr": lr})
+
     def label(self) -> str:
         """The name and every option that is not at its default, except the learning rate."""
         changed = [

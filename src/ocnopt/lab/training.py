@@ -43,7 +43,8 @@ def train(
         world: the processes that train together; every one of them calls this function.
         data_dir, download: as in :func:`ocnopt.lab.data.load`.
         tensorboard: write TensorBoard files as well, in a folder inside that of the run.
-        listen: called with every record, in the main process.
+        listen: called with every record, in the main process; first with ``{"kind": "begin", "step", "steps"}``,
+            where it stands and how far it is to go.
 
     Returns:
         The ``final`` record.
@@ -52,6 +53,8 @@ def train(
     config = read_run(folder.config_path)
     done = world.agree(folder.final() if world.is_main else None)
     if done is not None:
+        if listen is not None and world.is_main:
+            listen(done)
         return done
     dataset = load_data(config.data, data_dir, download)
     with folder.locked() if world.is_main else nullcontext():
@@ -62,6 +65,8 @@ def train(
                 trainer.load_state_dict(state)
             if world.is_main:
                 _note_environment(folder, describe_environment(device, world))
+                if listen is not None:
+                    listen({"kind": "begin", "step": trainer.step, "steps": trainer.steps})
             with torch.backends.cudnn.flags(deterministic=True):
                 return _plain(trainer.train())
 

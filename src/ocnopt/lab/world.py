@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ocnopt
+from ocnopt.lab.schema import ConfigError
 
 T = TypeVar("T")
 
@@ -73,10 +74,10 @@ def find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from None
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from None
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError(f"device {name} was asked for, but torch sees no CUDA device")
+            raise ConfigError(f"device {name} was asked for, but torch sees no CUDA device")
         if name == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if is_torchrun() else 0)
     return device

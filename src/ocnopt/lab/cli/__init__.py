@@ -1,0 +1,38 @@
+"""The command ``ocnopt``.
+
+Every entry of ``COMMANDS`` is a module with a function ``register(app)`` that adds its command or group of commands. A
+new command is a new module and a line here.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import typer
+
+COMMANDS = (
+    "ocnopt.lab.cli.demo",
+    "ocnopt.lab.cli.train",
+    "ocnopt.lab.cli.compare",
+    "ocnopt.lab.cli.report",
+    "ocnopt.lab.cli.data",
+)
+
+
+def make_app() -> typer.Typer:
+    app = typer.Typer(
+        name="ocnopt",
+        help="Train networks with OCNOpt and with what you use now, and see how they compare.",
+        epilog="Start with: ocnopt demo",
+        no_args_is_help=True,
+        rich_markup_mode="rich",
+        pretty_exceptions_show_locals=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    for command in COMMANDS:
+        import_module(command).register(app)
+    return app
+
+
+def main() -> None:
+    make_app()()

@@ -1,0 +1,47 @@
+"""``ocnopt report``: runs as one HTML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ocnopt.lab.cli import shared
+from ocnopt.lab.runs import RunError, find_runs
+from ocnopt.lab.tables import draw, summarise
+
+HELP = shared.help_text(
+    """Show runs in one self-contained HTML file and in a table.
+
+    Folders are searched for runs, also below. Runs that are not finished may be among them.""",
+    "ocnopt report runs/",
+    "ocnopt report runs/20250101-120000-compare-WINE --out wine.html",
+    "ocnopt report runs/ --json",
+)
+
+
+def register(app: typer.Typer) -> None:
+    app.command("report", help=HELP)(command)
+
+
+def command(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or folders that hold some.")],
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("report.html"),
+    json_output: shared.Json = False,
+) -> None:
+    from ocnopt.lab.report import write_report
+
+    with shared.plain_errors():
+        folders = find_runs(runs)
+        if not folders:
+            raise RunError(f"there is no run in {', '.join(map(str, runs))}")
+        rows = summarise(folders)
+        write_report(folders, out)
+    if json_output:
+        paths = [str(folder.path) for folder in folders]
+        shared.print_json({"rows": [row.as_json() for row in rows], "runs": paths, "report": str(out)})
+    else:
+        Console().print(draw(rows))
+        typer.echo(f"Report: {out}")

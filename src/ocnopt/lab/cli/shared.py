@@ -1,0 +1,79 @@
+"""What the commands share: options, errors in one sentence, progress on stderr and results on stdout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from ocnopt.lab.comparison import slug
+from ocnopt.lab.data import DataError
+from ocnopt.lab.runs import RunError, finite
+from ocnopt.lab.schema import ConfigError
+
+Seed = Annotated[int, typer.Option(min=0, help="Seed of the initial weights and of the order of the samples.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+DataDir = Annotated[
+    Path | None, typer.Option(help="Folder with the datasets; without it $OCNOPT_DATA, then the cache of downloads.")
+]
+Download = Annotated[bool, typer.Option("--download", help="Fetch the dataset if it is not there.")]
+Workers = Annotated[
+    int | None,
+    typer.Option(min=1, help="Networks trained at the same time.", show_default="one per core; on a GPU, one"),
+]
+TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard files too, in the run's folder.")]
+
+#: progress goes here, results to stdout: a pipe gets results only
+progress_console = Console(stderr=True)
+
+
+def help_text(text: str, *examples: str) -> str:
+    """Paragraphs, and example commands with their line feeds kept (which is what ``\\b`` asks for)."""
+    paragraphs = [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
+    block = "\b\n" + "\n".join(f"  {line}" for line in examples)
+    return "\n\n".join((*paragraphs, "[bold]Examples[/bold]", block))
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """What a user can put right is said in one sentence, without a traceback."""
+    try:
+        yield
+    except ConfigError as error:
+        fail(str(error), code=2)
+    except (DataError, RunError) as error:
+        fail(str(error), code=1)
+    except KeyboardInterrupt:
+        fail("stopped", code=130)
+
+
+def fail(message: str, code: int) -> None:
+    progress_console.print(f"[bold red]error:[/bold red] {escape(message)}", soft_wrap=True)
+    raise typer.Exit(code)
+
+
+def print_json(document: Any) -> None:
+    """One document on stdout, without colours or wrapping."""
+    typer.echo(json.dumps(finite(document), indent=2, ensure_ascii=False, allow_nan=False, default=str))
+
+
+def default_folder(*parts: str) -> Path:
+    """A folder under ``runs/`` that says when and what, and does not exist yet."""
+    stem = "-".join((datetime.now().strftime("%Y%m%d-%H%M%S"), *map(slug, parts)))
+    return next(path for path in _numbered(Path("runs") / stem) if not path.exists())
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    yield path
+    number = 2
+    while True:
+        yield path.with_name(f"{path.name}-{number}")
+        number += 1

@@ -1,0 +1,42 @@
+"""Several optimizers, seeds and learning rates side by side: which runs that makes, and where they go."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ocnopt.lab.config import RunConfig
+from ocnopt.lab.optimizers import OptimizerConfig
+from ocnopt.lab.runs import RunFolder
+from ocnopt.lab.schema import ConfigError
+
+
+def vary(base: RunConfig, optimizers: Iterable[OptimizerConfig], rates: Sequence[float], seeds: int) -> list[RunConfig]:
+    """Every optimizer at every learning rate (its own, if there are none) with ``seeds`` seeds from the base's on."""
+    first = base.training.seed
+    return [
+        base.with_optimizer(optimizer.with_lr(lr)).with_seed(seed)
+        for optimizer in optimizers
+        for lr in rates or (optimizer.lr,)
+        for seed in range(first, first + seeds)
+    ]
+
+
+def create_runs(out: Path, configs: Sequence[RunConfig]) -> list[RunFolder]:
+    """A folder for each run, with its configuration: what is begun can be continued from the folders alone."""
+    names = [run_name(config) for config in configs]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"two of the runs are the same: {twice}")
+    return [RunFolder.create(out / name, config.table()) for name, config in zip(names, configs, strict=True)]
+
+
+def run_name(config: RunConfig) -> str:
+    parts = (config.data.name, config.network.name, config.label, f"lr{config.optimizer.lr:g}")
+    return "-".join((*map(slug, parts), f"seed{config.training.seed}"))
+
+
+def slug(text: str) -> str:
+    """Letters, digits, dots, hyphens: safe in a file name."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-")
