@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ocnopt.chain import Ends, is_chain
 from ocnopt.environment import Autocast, Environment
 from ocnopt.layers.base import Call
 from ocnopt.rng import RNGState
+from ocnopt.trees import mapped, tensors
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Record:
 
     def has_rows(self) -> bool:
         """Has dimension 0 of input and output the size of the batch?"""
-        sizes = {t.shape[:1] for t in (*_tensors((self.args, self.kwargs))[:1], self.h[0])}
+        sizes = {t.shape[:1] for t in (*tensors((self.args, self.kwargs))[:1], self.h[0])}
         return self.origin.batch is None or sizes == {(self.origin.batch,)}
 
     def rows_are_samples(self) -> bool:
@@ -206,7 +206,7 @@ class Tape:
             occurrence = self._counts.get(name, 0)
             self._counts[name] = occurrence + 1
             if self.rollout is not None:
-                self.rollout.before(name, occurrence, _tensors((args, kwargs)))
+                self.rollout.before(name, occurrence, tensors((args, kwargs)))
                 return None
             need = self._needed()
             if not need:
@@ -243,20 +243,15 @@ class Tape:
             if not self._open or self._open[-1].module is not module:
                 return None
             record = self._open.pop()
-            leaves, spec = tree_flatten(output)
-            place, i, replaced = len(self._graph) - 1, 0, False
-            for j, t in enumerate(leaves):
-                if not isinstance(t, Tensor) or not t.is_floating_point():
-                    continue
+            handed_out = any(t.requires_grad and t.grad_fn is None for t in floating(output))
+            if handed_out:  # a hook on a leaf (a parameter, handed out as it is) would stay for ever
+                output = mapped(lambda t: t.view_as(t) if t.requires_grad and t.grad_fn is None else t, output)
+            for i, t in enumerate(floating(output)):
                 if t.requires_grad:
-                    if t.grad_fn is None:  # a hook on a leaf (a parameter, handed out as it is) would stay for ever
-                        leaves[j], replaced = t.view_as(t), True
-                        t = leaves[j]
                     t.register_hook(self._arrival(record, i, t.detach()))
-                    if self.need().states:
-                        self._graph[place][1].append(t.grad_fn)
-                i += 1
-            return tree_unflatten(leaves, spec) if replaced else None
+                    if self._graph:
+                        self._graph[-1][1].append(t.grad_fn)
+            return output if handed_out else None
 
         return hook
 
@@ -300,7 +295,7 @@ def _pass_on(record: Record, nodes: list[Any], value: Any) -> Any:
         return _watched(record, nodes, value, alias=True)
     if type(value) is tuple:
         return tuple(_pass_on(record, nodes, v) for v in value)
-    for t in _tensors(value):  # whoever gave us a list or dict may want it back with what the module adds to it
+    for t in tensors(value):  # whoever gave us a list or dict may want it back with what the module adds to it
         _watched(record, nodes, t, alias=False)
     return value
 
@@ -332,24 +327,20 @@ def _adder(store: dict[int, Tensor], i: int) -> Callable[[Tensor], None]:
 
 
 def _detached(tree: Any) -> Any:
-    return tree_map_only(Tensor, lambda t: t.detach(), tree)
+    return mapped(Tensor.detach, tree)
 
 
 def floating(tree: Any) -> list[Tensor]:
-    return [t for t in _tensors(tree) if t.is_floating_point()]
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [t for t in tree_flatten(tree)[0] if isinstance(t, Tensor)]
+    return [t for t in tensors(tree) if t.is_floating_point()]
 
 
 def _versions(tree: Any) -> list[int]:
-    return [t._version for t in _tensors(tree) if not t.is_inference()]
+    return [t._version for t in tensors(tree) if not t.is_inference()]
 
 
 def _batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
     """Samples are dimension 0 of the model's (first) input."""
-    for t in _tensors((args, kwargs)):
+    for t in tensors((args, kwargs)):
         if t.dim():
             return int(t.shape[0])
     return None

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from ocnopt import layers
 from ocnopt.capture import Record
@@ -18,6 +17,7 @@ from ocnopt.groups import Groups
 from ocnopt.layers.base import Call, compute_dtype
 from ocnopt.multi import masked
 from ocnopt.players import Player, Use
+from ocnopt.trees import mapped
 
 
 def gradient_of(p: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class Forms:
             (record,) = self.calls.records(player)
             if id(record) not in calls:
                 call = record.call()
-                args, kwargs = tree_map_only(Tensor, self._masked, (call.args, call.kwargs))
+                args, kwargs = mapped(self._masked, (call.args, call.kwargs))
                 calls[id(record)] = replace(call, args=args, kwargs=kwargs, h=self._cleaned(call.h))
             assert player.adapter is not None
             rows.append(GramRow(player.adapter, calls[id(record)], player.own_names[0], grad))

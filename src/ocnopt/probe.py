@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from ocnopt.capture import Pass, Rollout, Tape
 from ocnopt.environment import Environment
+from ocnopt.trees import mapped
 
 
 class _Seen(Rollout):
@@ -44,7 +44,7 @@ def mixed_layers(tape: Tape, this: Pass) -> frozenset[str]:
         def exchanged(t: Tensor) -> Tensor:
             return exchange(t) if t.shape[:1] == (batch,) else t.clone()  # the model may overwrite its input
 
-        args, kwargs = tree_map_only(Tensor, exchanged, (this.args, this.kwargs))
+        args, kwargs = mapped(exchanged, (this.args, this.kwargs))
         tape.rollout = seen = _Seen()
         try:
             with environment.repeated():

@@ -76,8 +76,8 @@ class Nonlinear(capture.Rollout):
             self._predict()
 
     def after(self, name: str, occurrence: int, outputs: list[Tensor]) -> None:
-        record = self._record(name, occurrence)
-        if self.chain or record is None:
+        record = None if self.chain else self._record(name, occurrence)
+        if record is None:
             return
         out = self._change(record.h, record.outputs, outputs)
         if out is not None and self._into is not None:

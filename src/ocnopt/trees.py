@@ -1,0 +1,43 @@
+"""Tensors inside the arguments and results of modules.
+
+Nearly all of these are a tensor or a tuple of tensors, and hooks see them at every call: plain containers are walked
+here, whatever else torch knows how to take apart (named tuples, model outputs) by its pytree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """All tensors in it, in order."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return [t for part in tree for t in tensors(part)]
+    if kind is dict:
+        return [t for part in tree.values() for t in tensors(part)]
+    if tree is None or kind in (bool, int, float, str):
+        return []
+    return [t for t in _pytree.tree_leaves(tree) if isinstance(t, Tensor)]
+
+
+def mapped(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """The same with every tensor changed, in order."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    kind = type(tree)
+    if kind is tuple:
+        return tuple(mapped(change, part) for part in tree)
+    if kind is list:
+        return [mapped(change, part) for part in tree]
+    if kind is dict:
+        return {key: mapped(change, part) for key, part in tree.items()}
+    if tree is None or kind in (bool, int, float, str):
+        return tree
+    return _pytree.tree_map_only(Tensor, change, tree)
