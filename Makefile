@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := all,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types fast slow gpu format clean
+.PHONY: help setup demo digits test lint types fast slow gpu format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,7 +25,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 setup: $(STAMP) ## create .venv and install the package with its tools
 
-demo: $(STAMP) ## compare OCNOpt with SGD, RMSprop and Adam on the digits data; saves a plot
+demo: $(STAMP) ## compare OCNOpt with other optimizers on two small datasets; prints tables, writes an HTML report
+	$(BIN)/ocnopt demo
+
+digits: $(STAMP) ## the example: accuracy on the digits data against the learning rate; saves a plot
 	$(BIN)/python examples/digits.py --out out/digits.png
 
 test: lint types fast ## everything that must pass before a change is merged

@@ -29,7 +29,7 @@ from ocnopt.lab.optimizers import OptimizerConfig, find_kind, read_optimizer
 from ocnopt.lab.schema import ConfigError, Percentage, Scalar, convert, describe, refuse_unknown, sub_table
 
 # beside the package when it is installed, at the top of the repository when it is used from there
-_FOLDERS = (Path(__file__).parent / "recipes", Path(__file__).parents[3] / "recipes")
+_FOLDERS = (Path(__file__).parent / "recipe_files", Path(__file__).parents[3] / "recipes")
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,12 @@ new command is a new module and a line here.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-import typer
+if TYPE_CHECKING:
+    import typer
 
 COMMANDS = (
     "ocnopt.lab.cli.demo",
@@ -20,6 +23,8 @@ COMMANDS = (
 
 
 def make_app() -> typer.Typer:
+    import typer
+
     app = typer.Typer(
         name="ocnopt",
         help="Train networks with OCNOpt and with what you use now, and see how they compare.",
@@ -35,4 +40,10 @@ def make_app() -> typer.Typer:
 
 
 def main() -> None:
-    make_app()()
+    try:
+        app = make_app()
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("ocnopt"):
+            raise
+        sys.exit(f"ocnopt: the module {error.name} is missing; the command needs the lab: pip install 'ocnopt[lab]'")
+    app()
