@@ -7,6 +7,7 @@ have just changed.
 
 from ocnopt.curvature import Curvature, Metric
 from ocnopt.diagnostics import Diagnostics, LayerReport
+from ocnopt.groups import Groups
 from ocnopt.layers import Adapter, Call, Recompute, register
 from ocnopt.optimizer import OCNOpt
 
@@ -17,6 +18,7 @@ __all__ = [
     "Call",
     "Curvature",
     "Diagnostics",
+    "Groups",
     "LayerReport",
     "Metric",
     "OCNOpt",

@@ -35,7 +35,7 @@ class Bucket:
     stages: list[int]  # of each player
     gradients: GroupGradients
     groups: Groups
-    calls: Mapping[str, list[list[Call]]]  # player name → forward passes → calls of its module
+    calls: Mapping[int, list[list[Call]]]  # id(player) → forward passes → calls of its module
     clock: Tensor  # steps taken, this one not counted
     ok: Tensor  # 1, or 0 if this step must leave no trace
     failed_refreshes: int = field(default=0)

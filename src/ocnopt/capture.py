@@ -6,7 +6,7 @@ enters the tape when its first adjoint arrives. A graph that is thrown away take
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,9 @@ from ocnopt.environment import Autocast, Environment
 from ocnopt.layers.base import Call
 from ocnopt.rng import RNGState
 from ocnopt.trees import mapped, tensors
+
+#: the autograd nodes that add to ``p.grad``
+Sinks = Sequence[Any]
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Pass:
     outputs: list[Tensor] = field(default_factory=list)
     output_versions: list[int] = field(default_factory=list)
     D: dict[int, Tensor] = field(default_factory=dict)  # ∂L/∂x_K, by output
+    sinks: list[Any] = field(default_factory=list)
     mixed: frozenset[str] = frozenset()  # modules whose dimension 0 only has the size of the batch
 
     def inputs_changed(self) -> bool:
@@ -72,6 +76,7 @@ class Record:
     autocast: torch.dtype | None = None
     inputs: list[Tensor] = field(default_factory=list)
     opaque: bool = False  # some of its inputs came in a list or dict: the gradient through that edge is not known
+    sinks: Sinks = ()
     d: dict[int, Tensor] = field(default_factory=dict)  # gradient through this very edge, by input
     outputs: dict[int, Tensor] = field(default_factory=dict)
     h: dict[int, Tensor] = field(default_factory=dict)  # ∂L/∂output, by output
@@ -154,6 +159,10 @@ class Tape:
         self.clear()
 
     def clear(self) -> None:
+        """Forget what arrived. The graph may still be alive: a second backward pass through it starts from nothing."""
+        for record in self.records:
+            for store in (record.h, record.d, record.outputs, record.origin.D):
+                store.clear()
         self.records.clear()
 
     @property
@@ -196,7 +205,7 @@ class Tape:
         this.outputs, this.output_versions = [t.detach() for t in outputs], _versions(outputs)
         for i, t in enumerate(outputs):
             if t.grad_fn is not None:
-                t.register_hook(_adder(this.D, i))
+                t.register_hook(_adder(this.D, i, this.sinks))
         self._graph = []
 
     # --- its modules ---
@@ -219,6 +228,8 @@ class Tape:
             record = Record(name, module, occurrence, this, _detached(args), _detached(kwargs))
             record.versions = _versions((args, kwargs))
             record.training = module.training
+            record.sinks = _sinks(module)
+            this.sinks += record.sinks
             record.autocast = _autocast_dtype(module)
             if name in self.randomised:
                 record.rng = RNGState.capture(devices_of(module))
@@ -257,11 +268,13 @@ class Tape:
 
     def _arrival(self, record: Record, i: int, out: Tensor) -> Callable[[Tensor], None]:
         """The hook of output i. ``out`` shares its memory: an in-place activation after the layer overwrites it."""
-        add, version = _adder(record.h, i), out._version
+        add, version = _adder(record.h, i, record.sinks), out._version
         compared = self.need().states and not self._chain
         kept = (out if record.name in self._left_alone else out.clone()) if compared else None
 
         def hook(h: Tensor) -> None:
+            if not _trains(record.sinks):
+                return
             if not record.h:
                 self.records.append(record)
             add(h)
@@ -312,14 +325,31 @@ def _watched(record: Record, nodes: list[Any], t: Tensor, alias: bool) -> Tensor
         record.opaque = True
         return t
     t = t.view_as(t)
-    t.register_hook(_adder(record.d, i))
+    t.register_hook(_adder(record.d, i, record.sinks))
     return t
 
 
-def _adder(store: dict[int, Tensor], i: int) -> Callable[[Tensor], None]:
+def _sinks(module: nn.Module) -> Sinks:
+    leaves = [p for p in module.parameters() if p.requires_grad and p.is_leaf]
+    return [p.view_as(p).grad_fn.next_functions[0][0] for p in leaves]  # type: ignore[union-attr]
+
+
+def _trains(sinks: Sinks) -> bool:
+    """Does the backward pass under way add to ``p.grad``? ``torch.autograd.grad`` of an input (saliency, a gradient
+    penalty) goes through the same graph, and its adjoints are not those of the training loss.
+    """
+    try:
+        return not sinks or any(map(torch._C._will_engine_execute_node, sinks))
+    except RuntimeError:  # asked for the gradient of these very parameters
+        return True
+
+
+def _adder(store: dict[int, Tensor], i: int, sinks: Sinks) -> Callable[[Tensor], None]:
     """A tensor hook that keeps the gradient, or adds it when a second backward pass comes through."""
 
     def hook(g: Tensor) -> None:
+        if not _trains(sinks):
+            return
         g = g.detach()
         store[i] = store[i] + g if i in store else g
 

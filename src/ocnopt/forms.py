@@ -59,6 +59,8 @@ class Calls:
         for record in records:
             if not record.rows_are_samples():
                 return "dimension 0 of its input or output does not run over the samples"
+            if len(record.h) > 1:
+                return "the loss depends on more than its first output"
             if record.overwritten():
                 return "its input was overwritten in place"
             adapter = adapters[record.name]

@@ -15,6 +15,8 @@ _BITS = {
     torch.float16: torch.int16,
 }
 
+_LARGEST = {torch.float32: 1e15, torch.float64: 1e150}
+
 
 def inner(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
     """``[n]``: the inner product of each pair."""
@@ -32,17 +34,21 @@ def _lengths(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def finite(tensors: Sequence[Tensor]) -> Tensor:
-    """``[n]`` booleans on the device of the first: is every entry of each tensor finite? An empty tensor is."""
+    """``[n]`` booleans on the device of the first: can every entry of each tensor be squared and summed?
+
+    NaN and infinity cannot, nor can numbers whose squares overflow: they would stay in second moments and factors.
+    """
     places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, t in enumerate(tensors):
         if t.numel():
             places.setdefault((t.device, t.dtype), []).append(i)
-    largest: list[Tensor] = [torch.zeros((), device=tensors[0].device)] * len(tensors)
+    dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    largest = [torch.zeros((), dtype=dtype, device=tensors[0].device)] * len(tensors)
     for chosen in places.values():
         norms = torch._foreach_norm([tensors[i] for i in chosen], torch.inf)
         for i, norm in zip(chosen, norms, strict=True):
             largest[i] = norm.to(largest[0])
-    return torch.isfinite(torch.stack(largest))
+    return torch.stack(largest) < _LARGEST[largest[0].dtype]
 
 
 def masked(tensors: Sequence[Tensor], ok: Tensor) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, overload
@@ -15,15 +15,15 @@ from ocnopt import arguments
 from ocnopt.capture import Need, Pass, Tape
 from ocnopt.curvature import BY_NAME, Curvature
 from ocnopt.diagnostics import Diagnostics
-from ocnopt.forms import Calls
+from ocnopt.fallbacks import Fallbacks
 from ocnopt.groups import Groups
 from ocnopt.linalg import without_autocast
 from ocnopt.play import Snapshot, play
 from ocnopt.players import Player, find_uses, gather, resolve
-from ocnopt.probe import mixed_layers
-from ocnopt.problem import Problem, pose
+from ocnopt.problem import pose
 from ocnopt.remeasure import Remeasure
 from ocnopt.rng import RNGState
+from ocnopt.skips import Skips
 from ocnopt.stages import Stages
 from ocnopt.summary import summarise
 
@@ -99,25 +99,25 @@ class OCNOpt(Optimizer):
         """What is not state: a copy or an unpickled optimizer starts from here, attached to no model."""
         self._model: nn.Module | None = None
         self._tape: Tape | None = None
+        self._unhook: weakref.finalize[..., OCNOpt] | None = None  # takes the hooks off, at the latest when this dies
         self._roster: tuple[Any, list[Player]] | None = None
         self._stages: Stages | None = None
         self._assigned: tuple[Any, Stages] | None = None
         self._module_order: list[str] | None = None  # where no call is recorded, the order of definition stands in
         self._alone: dict[tuple[Player, int], Player] = {}
-        self._fallbacks: dict[str, str] = {}  # by name of player
-        self._said: set[tuple[str, str]] = set()
-        self._mixed: dict[tuple[Any, ...], frozenset[str]] = {}
-        self._names: list[str] = []
+        self._fallbacks = Fallbacks()
+        self._seated: list[Player] = []  # the players of the last step
         self._count = 0
         self._diagnostics = Diagnostics()
-        self._skipped: Tensor | None = None
-        self._first_bad: Tensor | None = None
-        self._reported = 0
+        self._skips = Skips()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_model" not in vars(self):  # a copy; load_state_dict comes here too, and keeps the model
             self._reset()
         super().__setstate__(state)
+        for group in self.param_groups:  # of an older version, which did not know all the arguments
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         before = len(self.param_groups)
@@ -147,17 +147,21 @@ class OCNOpt(Optimizer):
 
     def detach(self) -> None:
         """Take the hooks off the model and forget it."""
-        if self._tape is not None:
-            self._tape.remove()
+        if self._unhook is not None:
+            self._unhook()
+        self._unhook = None
         self._model, self._tape, self._roster, self._stages = None, None, None, None
         self._module_order = None
-        self._fallbacks, self._mixed, self._said = {}, {}, set()
+        self._fallbacks, self._seated = Fallbacks(), []
 
     def _hook_if_needed(self) -> None:
         if self._model is None or self._tape is not None or not self._need():
             return
         uses = [use for each in find_uses(self._model).values() for use in each]
-        self._tape = Tape(self._model, {use.module_name: use.module for use in uses}, self._need)
+        me = weakref.ref(self)  # the hooks live on the model: they must not keep a forgotten optimizer alive
+        modules = {use.module_name: use.module for use in uses}
+        self._tape = Tape(self._model, modules, lambda: optimizer._need() if (optimizer := me()) else Need())
+        self._unhook = weakref.finalize(self, self._tape.remove)
         self._tape.randomised = {u.module_name for u in uses if u.adapter is not None and u.adapter.needs_rng(u.module)}
 
     def _need(self) -> Need:
@@ -225,9 +229,7 @@ class OCNOpt(Optimizer):
 
     def _players(self) -> list[Player]:
         groups = self.param_groups
-        lr_pattern = tuple(
-            next(i for i, h in enumerate(groups) if h["lr"] is g["lr"] or h["lr"] == g["lr"]) for g in groups
-        )
+        lr_pattern = tuple(next(i for i, h in enumerate(groups) if _same_rate(h["lr"], g["lr"])) for g in groups)
         trained = tuple(p.requires_grad for g in groups for p in g["params"])
         key = (tuple((id(g), len(g["params"]), g["curvature"]) for g in groups), lr_pattern, trained)
         if self._roster is None or self._roster[0] != key:
@@ -237,6 +239,7 @@ class OCNOpt(Optimizer):
     def _acting(self) -> list[Player]:
         """The players with gradients. Of a layer's block with some, each parameter that has one acts by itself."""
         acting: list[Player] = []
+        self._fallbacks.reasons.clear()
         for player in self._players():
             have = [q.grad is not None for q in player.params]
             if all(have):
@@ -244,7 +247,7 @@ class OCNOpt(Optimizer):
                 continue
             for i in (i for i, there in enumerate(have) if there):
                 alone = self._alone.setdefault((player, i), player.alone(i))
-                self._fall_back(alone, "the rest of its layer has no gradient", ["its curvature is adaptive"])
+                self._fallbacks.say(alone.name, "the rest of its layer has no gradient", "its curvature is adaptive")
                 acting.append(alone)
         return acting
 
@@ -254,8 +257,12 @@ class OCNOpt(Optimizer):
         group = self.param_groups[0]
         this = self._pass()
         groups = self._groups(this)
-        self._find_fallbacks(players, groups.rank > 1)
+        if self._tape is not None:
+            players = self._fallbacks.players(self._tape, players, groups.rank > 1)
+        self._seated = players
         self._stages = self._assign(players, self._order(this))
+        if group["feedback"] == "nonlinear":
+            self._fallbacks.uncalled(p for p in players if self._stages.of_player[id(p)] in self._stages.uncalled)
         records = self._tape.records if self._tape is not None else []
         before = loss.detach() if isinstance(loss, Tensor) else loss
         if before is not None and not isinstance(before, Tensor):
@@ -265,7 +272,7 @@ class OCNOpt(Optimizer):
             self._diagnostics = play(problem, self._stages, group, self._tape, this)
         problem.tick()
         self._count += 1
-        self._count_skipped(problem)
+        self._skips.count(problem)
         if closure is not None and before is not None and rng is not None:
             self._diagnostics.actual = Remeasure(self, closure, before, rng)
 
@@ -279,8 +286,10 @@ class OCNOpt(Optimizer):
         if len(passes) > 1:
             raise RuntimeError(
                 f"{what} needs exactly one forward pass of the attached model in each step, but {len(passes)} calls "
-                f"contributed to the gradients; use feedback='linear' with rank=1 here"
+                f"contributed to the gradients; call zero_grad() between steps, or use feedback='linear' with rank=1"
             )
+        if group["feedback"] == "nonlinear" and passes and passes[0].environment is None:
+            raise RuntimeError(f"{what} was asked for after the forward pass: run forward and backward again")
         if not passes or passes[0].batch is None:
             raise RuntimeError(
                 f"{what} needs a forward and backward pass of the attached model itself since the last step; "
@@ -311,68 +320,22 @@ class OCNOpt(Optimizer):
             self._assigned = key, Stages.assign(players, order)
         return self._assigned[1]
 
-    def _find_fallbacks(self, players: list[Player], split: bool) -> None:
-        """Layers whose calls cannot be read as the configuration asks: each is said once, by name."""
-        if self._tape is None or not (split or any(p.curvature.needs_model for p in players)):
-            return
-        for this in self._tape.passes:
-            mine = [r for r in self._tape.records if r.origin is this and 0 in r.h]
-            key = (this.batch, *((r.name, r.has_rows()) for r in mine))
-            if key not in self._mixed:
-                self._mixed[key] = mixed_layers(self._tape, this)
-            this.mixed = self._mixed[key]
-        calls = Calls(self._tape.records)
-        for player in players:
-            needed = player.curvature.needs_model
-            why = calls.why_unusable(player) if needed or split else None
-            if why is None:
-                continue
-            effects = ["its gradient is not split into groups of samples"] if split else []
-            if needed:
-                player.curvature = BY_NAME["adaptive"]
-                player.notes.append(f"{why}: adaptive curvature")
-                effects.append("its curvature is adaptive")
-            self._fall_back(player, why, effects)
-
-    def _fall_back(self, player: Player, why: str, effects: list[str]) -> None:
-        self._fallbacks[player.name] = why
-        if (player.name, why) not in self._said:
-            self._said.add((player.name, why))
-            warnings.warn(f"{player.name}: {why}; {' and '.join(effects)}", stacklevel=6)
-
     # --- looking at it ---
 
     @property
     def diagnostics(self) -> Diagnostics:
         """The last step, layer by layer. Warns if steps were skipped since it was last asked for."""
-        if self._skipped is not None:
-            self._diagnostics.skipped = self._skipped
-            skipped = int(self._skipped)
-            if skipped > self._reported:
-                bad = int(self._first_bad) if self._first_bad is not None else -1
-                where = f"the gradient of {self._names[bad]!r}" if 0 <= bad < len(self._names) else "the loss"
-                warnings.warn(
-                    f"{skipped - self._reported} step(s) skipped: {where} was not finite; "
-                    f"parameters and state are unharmed",
-                    stacklevel=2,
-                )
-                self._reported = skipped
+        self._skips.report()
+        self._diagnostics.skipped = self._skips.total
         return self._diagnostics
-
-    def _count_skipped(self, problem: Problem) -> None:
-        bad = 1 - problem.ok
-        if self._skipped is None or self._first_bad is None:
-            self._skipped, self._first_bad = torch.zeros_like(bad), torch.full_like(bad, -1)
-        first = torch.where(problem.finite.all(), -1.0, problem.finite.to(bad.dtype).argmin().to(bad.dtype))
-        self._skipped = self._skipped + bad
-        self._first_bad = torch.where(bad.bool(), first, self._first_bad)
-        self._names = problem.checked
 
     def summary(self) -> str:
         """Print and return one table: layer, adapter, curvature, stage, parameters, what falls back and why."""
         group = self.param_groups[0]
         split = group["feedback"] != "off" and group["rank"] != 1
-        text = summarise(self._players(), self._stages, split, self._fallbacks)
+        seated = {id(p.params[0]): p for p in self._seated}
+        players = [seated.get(id(p.params[0]), p) for p in self._players()]
+        text = summarise(players, self._stages, split, self._fallbacks.reasons)
         print(text)
         return text
 
@@ -408,3 +371,8 @@ class OCNOpt(Optimizer):
                     self.state[p][key] = clocks.setdefault((float(value), p.device), self.state[p][key])
         self._roster = None
         self._hook_if_needed()
+
+
+def _same_rate(a: float | Tensor, b: float | Tensor) -> bool:
+    """Tensors are compared by identity: their values are on the device."""
+    return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -54,7 +55,12 @@ def mixed_layers(tape: Tape, this: Pass) -> frozenset[str]:
             tape.rollout = None
         return seen.tensors
 
-    straight, rolled, one = run(Tensor.clone), run(_roll), run(_replace_first)
+    try:
+        straight, rolled, one = run(Tensor.clone), run(_roll), run(_replace_first)
+    except Exception as error:  # whatever the model objects to, the step goes on
+        why = f"the model does not run with its samples exchanged ({type(error).__name__}: {error})"
+        warnings.warn(f"{why}, so no layer is taken to keep them in dimension 0", stacklevel=2)
+        return frozenset(this.order)
     return frozenset(
         place[0]
         for place, x in straight.items()

@@ -234,7 +234,7 @@ def pose(
                 stages=[stages[i] for i in chosen],
                 gradients=forms.build(kind, theirs),
                 groups=groups,
-                calls={p.name: forms.calls.by_pass(p) for p in theirs} if theirs[0].curvature.needs_model else {},
+                calls={id(p): forms.calls.by_pass(p) for p in theirs} if theirs[0].curvature.needs_model else {},
                 clock=state[params[0]]["step"],
                 ok=ok.to(params[0].device, compute_dtype(params[0].dtype)),
             )

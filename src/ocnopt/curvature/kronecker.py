@@ -146,8 +146,8 @@ def _inputs(bucket: Bucket, player: Player, a: Tensor | None) -> list[tuple[Tens
     """
     assert player.adapter is not None
     ok, passes = bucket.ok.bool(), []
-    samples = sum(calls[0].batch for calls in bucket.calls[player.name])
-    for calls in bucket.calls[player.name]:
+    samples = sum(calls[0].batch for calls in bucket.calls[id(player)])
+    for calls in bucket.calls[id(player)]:
         if a is not None:
             calls = [call.weighted(bucket.groups.expand(a)) for call in calls]
         uses = [player.adapter.kronecker_inputs(call) for call in calls]
