@@ -202,7 +202,7 @@ def run_loose(model: Any, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return model.out((stem + shift).tanh()), {"stem": stem}
 
 
-@pytest.mark.filterwarnings("ignore:.*no adapter is registered")
+@pytest.mark.filterwarnings("ignore:.*(no adapter is registered|its calls were not seen)")
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("rank", [1, 3])
 def test_parameters_outside_the_layers_act_first_and_are_predicted(rank: int, own: bool) -> None:
