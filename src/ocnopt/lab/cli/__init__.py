@@ -17,6 +17,8 @@ COMMANDS = (
     "ocnopt.lab.cli.demo",
     "ocnopt.lab.cli.train",
     "ocnopt.lab.cli.compare",
+    "ocnopt.lab.cli.sweep",
+    "ocnopt.lab.cli.reproduce",
     "ocnopt.lab.cli.report",
     "ocnopt.lab.cli.data",
 )

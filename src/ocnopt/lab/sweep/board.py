@@ -113,7 +113,7 @@ class Board:
             if entry is None:
                 return None
             left_over = entry.trial is not None and entry.trial.state is TrialState.WAITING
-            trial_id = entry.trial._trial_id if left_over and entry.trial else self._write(entry.point, points)
+            trial_id = entry.trial._trial_id if left_over and entry.trial else self._write(entry.point)
             self.show_life(trial_id)
             self._storage.set_trial_state_values(trial_id, TrialState.RUNNING)
         self._storage.set_trial_user_attr(trial_id, "worker", f"{socket.gethostname()}:{os.getpid()}")
@@ -141,11 +141,11 @@ class Board:
 
     # --- how it is written ---
 
-    def _write(self, point: Point, points: Sequence[Point]) -> int:
+    def _write(self, point: Point) -> int:
         trial = optuna.trial.create_trial(
             state=TrialState.WAITING,
             params={f"{point.grid.key}.{name}": _plain(value) for name, value in point.values.items()},
-            distributions=_distributions(point, points),
+            distributions=_distributions(point),
             user_attrs={"point": point.key, "grid": point.grid.key, "config": point.config.table()},
         )
         try:
@@ -188,10 +188,11 @@ def _judge(point: Point, trials: Sequence[FrozenTrial], forgotten: int) -> Entry
     return Entry(point, Standing.OPEN, deaths[-1] if deaths else None)
 
 
-def _distributions(point: Point, points: Iterable[Point]) -> dict[str, BaseDistribution]:
-    """The range of each option in its grid: Optuna wants one for every number it is told."""
-    mates = [other.values for other in points if other.grid.key == point.grid.key]
-    return {f"{point.grid.key}.{name}": _distribution([values[name] for values in mates]) for name in point.values}
+def _distributions(point: Point) -> dict[str, BaseDistribution]:
+    """The range of each option in its grid: Optuna wants one for every value it is told."""
+    ranges = {name: _distribution(choices) for name, choices in point.grid.choices.items()}
+    ranges["seed"] = FloatDistribution(0, 2**63)
+    return {f"{point.grid.key}.{name}": distribution for name, distribution in ranges.items()}
 
 
 def _distribution(values: Sequence[Scalar]) -> BaseDistribution:

@@ -38,6 +38,7 @@ class SweepOptions:
         folder: of the runs.
         grids: the keys of those to search; all of them when empty.
         seeds: each setting is run with each of them.
+        settings: only these (:attr:`Point.setting`); all of them when empty.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         data_dir, download: as in :func:`ocnopt.lab.data.load`.
         pulse: when a worker counts as dead.
@@ -49,13 +50,15 @@ class SweepOptions:
     folder: Path
     grids: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (0,)
+    settings: tuple[str, ...] = ()
     device: str = "cpu"
     data_dir: str | None = None
     download: bool = False
     pulse: Pulse = field(default_factory=Pulse)
 
     def points(self) -> list[Point]:
-        return points_of(read_recipe(self.recipe), grids=self.grids, seeds=self.seeds)
+        points = points_of(read_recipe(self.recipe), grids=self.grids, seeds=self.seeds)
+        return [point for point in points if not self.settings or point.setting in self.settings]
 
     def board(self) -> Board:
         return Board(self.storage, self.study, self.pulse)

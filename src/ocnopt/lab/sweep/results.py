@@ -16,6 +16,7 @@ from ocnopt.lab.sweep.board import Entry, Standing
 class Setting:
     """One setting of a grid, over the seeds that are done; accuracies in percent."""
 
+    key: str
     options: dict[str, Scalar]
     seeds: int
     validation: float
@@ -72,6 +73,7 @@ def _setting(entries: Sequence[Entry]) -> Setting:
     trials = [entry.trial for entry in entries if entry.trial is not None]
     test = [100 * float(trial.user_attrs["test_accuracy"]) for trial in trials]
     return Setting(
+        key=entries[0].point.setting,
         options={name: v for name, v in entries[0].point.values.items() if name != "seed"},
         seeds=len(trials),
         validation=100 * mean(float(trial.value or 0.0) for trial in trials),

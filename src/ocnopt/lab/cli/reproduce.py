@@ -1,0 +1,101 @@
+"""``ocnopt reproduce``: the experiments of the paper."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markdown import Markdown
+
+from ocnopt.lab.cli import shared
+from ocnopt.lab.pool import default_workers
+from ocnopt.lab.world import find_device
+
+
+class Experiment(StrEnum):
+    TABLE1 = "table1"
+    ROBUST = "robust"
+    ABLATION = "ablation"
+    COMPLEXITY = "complexity"
+    FEEDBACK = "feedback"
+
+
+class Scale(StrEnum):
+    QUICK = "quick"
+    FULL = "full"
+
+
+HELP = shared.help_text(
+    """Repeat an experiment of the paper, with its numbers beside ours.
+
+    table1: test accuracy of all optimizers. robust: learning rates that are too large for SGD. ablation: feedback on
+    and off, for every baseline. complexity: run time and memory against batch size. feedback: what the policies of the
+    layers look at, as images.
+
+    Writes a folder with a JSON file, a Markdown page and figures. At the quick scale, subsets of the data and small
+    networks take minutes on a CPU; the page says which. Runs that are in the folder already are not repeated.""",
+    "ocnopt reproduce table1 --only fcn-wine --only fcn-digits",
+    "ocnopt reproduce robust --only DIGITS",
+    "ocnopt reproduce ablation",
+    "ocnopt reproduce complexity",
+    "ocnopt reproduce feedback --data-dir /data",
+    "ocnopt reproduce table1 --scale full --device cuda --download",
+)
+
+
+def register(app: typer.Typer) -> None:
+    app.command("reproduce", help=HELP)(command)
+
+
+def command(
+    experiment: Annotated[Experiment, typer.Argument(help="Which one.")],
+    scale: Annotated[Scale, typer.Option(help="Minutes on a CPU, or the paper's.")] = Scale.QUICK,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this dataset or network-dataset; may be repeated.", show_default="all of the scale"),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The first of the seeds.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for everything.", show_default="runs/reproduce-EXPERIMENT-SCALE")
+    ] = None,
+    workers: shared.Workers = None,
+    device: shared.Device = "auto",
+    data_dir: shared.DataDir = None,
+    download: shared.Download = False,
+    json_output: shared.Json = False,
+) -> None:
+    from ocnopt.lab.reproduce import Bench, reproduce
+
+    folder = out or Path("runs") / f"reproduce-{experiment.value}-{scale.value}"
+    with shared.plain_errors():
+        place = find_device(device)
+        bench = Bench(
+            folder=folder,
+            scale="quick" if scale is Scale.QUICK else "full",
+            workers=workers or default_workers(place),
+            device=str(place),
+            data_dir=None if data_dir is None else str(data_dir),
+            download=download,
+            seed=seed,
+            only=tuple(only or ()),
+            tell=_silent if json_output else _tell,
+        )
+        finding = reproduce(experiment.value, bench)
+    if json_output:
+        document = {"title": finding.title, "scale": scale.value, "setting": list(finding.setting)}
+        shared.print_json({**document, "data": finding.data, "folder": str(folder)})
+        return
+    Console().print(Markdown(finding.markdown().partition("\n![")[0]))
+    for file in (f"{experiment.value}.md", f"{experiment.value}.json", *finding.figures):
+        typer.echo(str(folder / file))
+
+
+def _tell(line: str) -> None:
+    shared.progress_console.print(line, markup=False, highlight=False)
+
+
+def _silent(line: str) -> None:
+    pass

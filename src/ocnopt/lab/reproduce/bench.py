@@ -1,0 +1,122 @@
+"""What the experiments share: where they run, how they train many networks, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ocnopt.lab.comparison import run_name
+from ocnopt.lab.config import RunConfig, parse_run
+from ocnopt.lab.pool import Setup, train_all
+from ocnopt.lab.runs import Record, RunError, RunFolder, finite, replace_file
+
+Scale = Literal["quick", "full"]
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where an experiment runs.
+
+    Attributes:
+        folder: for everything it writes; runs that are in it already are not repeated.
+        scale: ``quick`` is a few minutes on a CPU: subsets, small networks, few epochs. ``full`` is the paper's.
+        workers: processes.
+        device: where networks are trained.
+        data_dir, download: as in :func:`ocnopt.lab.data.load`.
+        seed: the first of the seeds.
+        only: names of the parts to run (datasets, or ``network-dataset``); all of them when empty.
+        tell: is given a line of progress now and then.
+    """
+
+    folder: Path
+    scale: Scale = "quick"
+    workers: int = 1
+    device: str = "cpu"
+    data_dir: str | None = None
+    download: bool = False
+    seed: int = 0
+    only: tuple[str, ...] = ()
+    tell: Tell = field(default=lambda line: None)
+
+    @property
+    def quick(self) -> bool:
+        return self.scale == "quick"
+
+    def seeds(self, quick: int, full: int) -> tuple[int, ...]:
+        return tuple(range(self.seed, self.seed + (quick if self.quick else full)))
+
+    def chosen(self, network: str, dataset: str) -> bool:
+        """Whether a part was asked for."""
+        names = {dataset.lower(), network.lower(), f"{network}-{dataset}".lower()}
+        return not self.only or any(name.lower() in names for name in self.only)
+
+    def train(self, configs: Sequence[RunConfig]) -> list[RunFolder]:
+        """Train all of them, or what is left of it, and return their folders in the same order."""
+        folders = [self._folder(config) for config in configs]
+        finished = [0]
+
+        def listen(folder: RunFolder, record: Record) -> None:
+            if record["kind"] == "final":
+                finished[0] += 1
+                self.tell(f"{folder.name}: test accuracy {100 * record['test_accuracy']:.2f} %")
+
+        setup = Setup(self.device, self.data_dir, self.download)
+        for outcome in train_all(folders, setup, self.workers, listen):
+            if outcome.error is not None:
+                raise RunError(f"{outcome.folder.path}: {outcome.error}")
+        return folders
+
+    def _folder(self, config: RunConfig) -> RunFolder:
+        folder = RunFolder(self.folder / "runs" / run_name(config))
+        if not folder.exists():
+            return RunFolder.create(folder.path, config.table())
+        if parse_run(folder.config()) != config:
+            raise RunError(f"{folder.path} holds a run with other settings: name another folder with --out")
+        return folder
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What an experiment found.
+
+    Attributes:
+        title: its name in words.
+        setting: at what scale it ran: sizes, epochs, seeds; one sentence each.
+        data: everything, for machines.
+        headings, rows: the table, for people.
+        remarks: paragraphs below the table.
+        figures: file names in the folder, with what they show.
+    """
+
+    title: str
+    setting: Sequence[str]
+    data: Any
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    remarks: Sequence[str] = ()
+    figures: dict[str, str] = field(default_factory=dict)
+
+    def write(self, bench: Bench, name: str) -> None:
+        bench.folder.mkdir(parents=True, exist_ok=True)
+        document = {"title": self.title, "scale": bench.scale, "setting": list(self.setting), "data": self.data}
+        text = json.dumps(finite(document), indent=2, ensure_ascii=False, allow_nan=False)
+        replace_file(bench.folder / f"{name}.json", (text + "\n").encode())
+        replace_file(bench.folder / f"{name}.md", self.markdown().encode())
+
+    def markdown(self) -> str:
+        lines = [f"# {self.title}", "", *(f"- {sentence}" for sentence in self.setting), ""]
+        lines += markdown_table(self.headings, self.rows)
+        for remark in self.remarks:
+            lines += ["", remark]
+        for file, caption in self.figures.items():
+            lines += ["", f"![{caption}]({file})"]
+        return "\n".join(lines) + "\n"
+
+
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    rule = ["---", *["---:"] * (len(headings) - 1)]
+    return [f"| {' | '.join(cells)} |" for cells in (headings, rule, *rows)]

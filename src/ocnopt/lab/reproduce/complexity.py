@@ -1,0 +1,170 @@
+"""Run time and memory of a step against the batch size. No data is needed: the inputs are random numbers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from ocnopt.lab import models
+from ocnopt.lab.optimizers import read_optimizer
+from ocnopt.lab.reproduce import figures
+from ocnopt.lab.reproduce.bench import Bench, Finding
+from ocnopt.lab.trainer import take_step
+
+METHODS: dict[str, dict[str, Any]] = {
+    "SGD": {"name": "sgdm"},
+    "Adam": {"name": "adam"},
+    "EKFAC": {"name": "ekfac"},
+    "E-MSA": {"name": "emsa"},
+    "OCNOpt": {"name": "ocnopt"},
+    "OCNOpt, nonlinear": {"name": "ocnopt", "feedback": "nonlinear"},
+}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel of the figure: a network with inputs of the shape of a dataset."""
+
+    network: str
+    dataset: str
+    shape: tuple[int, ...]
+    classes: int
+    sizes: tuple[int, ...]
+
+
+QUICK = (Panel("cnn", "MNIST", (1, 28, 28), 10, (4, 8, 16, 32)),)
+FULL = (
+    Panel("cnn", "MNIST", (1, 28, 28), 10, (16, 32, 64, 128, 256, 512, 1024)),
+    Panel("resnet18", "CIFAR100", (3, 32, 32), 100, (16, 32, 64, 128, 256, 512)),
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement. ``megabytes``: what the steps took beyond the network; ``None`` where it cannot be measured."""
+
+    network: str
+    method: str
+    batch_size: int
+    seconds: float | None
+    megabytes: float | None
+    error: str | None = None
+
+
+def run(bench: Bench) -> Finding:
+    """Measure every cell in a process of its own: memory that one leaves behind must not be another's."""
+    panels = [panel for panel in (QUICK if bench.quick else FULL) if bench.chosen(panel.network, panel.dataset)]
+    steps = 3 if bench.quick else 10
+    cells = []
+    for panel in panels:
+        for method in METHODS:
+            for size in panel.sizes:
+                cells.append(_measure_apart(panel, method, size, steps, bench.device))
+                bench.tell(f"{panel.network}, {method}, batch {size}: {_text(cells[-1])}")
+    figure = bench.folder / "complexity.png"
+    figures.draw_complexity(figure, [f"{p.dataset}, {p.network}" for p in panels], [_lines(p, cells) for p in panels])
+    threads = 1 if bench.device == "cpu" else 0
+    return Finding(
+        title="Run time and memory against batch size",
+        setting=[
+            f"Scale: {bench.scale}. Device {bench.device}{', one thread' if threads else ''}; median of {steps} steps "
+            "after one that is not counted; network and optimizers with default arguments.",
+            "Memory is the peak during these steps less what the process held before them: activations, gradients and "
+            "everything that the optimizer keeps.",
+        ],
+        data=[asdict(cell) for cell in cells],
+        headings=("ms per step, MB", "method", *(f"batch {size}" for size in panels[0].sizes)) if panels else (),
+        rows=[
+            [f"{panel.dataset}, {panel.network}", method, *map(_text, _of(cells, panel, method))]
+            for panel in panels
+            for method in METHODS
+        ],
+        remarks=["The paper draws these curves on log-log axes and gives no numbers."],
+        figures={figure.name: "Seconds and megabytes per step against batch size"},
+    )
+
+
+def _of(cells: list[Cell], panel: Panel, method: str) -> list[Cell]:
+    return [cell for cell in cells if cell.network == panel.network and cell.method == method]
+
+
+def _lines(panel: Panel, cells: list[Cell]) -> dict[str, list[tuple[int, float | None, float | None]]]:
+    return {
+        method: [(cell.batch_size, cell.seconds, cell.megabytes) for cell in _of(cells, panel, method)]
+        for method in METHODS
+    }
+
+
+def _text(cell: Cell) -> str:
+    if cell.seconds is None:
+        return cell.error or "failed"
+    memory = "–" if cell.megabytes is None else f"{cell.megabytes:.0f} MB"
+    return f"{1e3 * cell.seconds:.1f} ms, {memory}"
+
+
+def _measure_apart(panel: Panel, method: str, size: int, steps: int, device: str) -> Cell:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(measure, (panel, method, size, steps, device))
+
+
+def measure(panel: Panel, method: str, size: int, steps: int, device: str) -> Cell:
+    """Seconds and memory of a step, in this process."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    network = models.build(panel.network, panel.shape, panel.classes).to(device)
+    optimizer = read_optimizer(METHODS[method]).build(network)
+    x = torch.randn(size, *panel.shape, device=device)
+    y = torch.randint(panel.classes, (size,), device=device)
+    try:
+        before = _begin_memory(device)
+        take_step(network, optimizer, x, y)
+        times = []
+        for _ in range(steps):
+            _wait(device)
+            start = perf_counter()
+            take_step(network, optimizer, x, y)
+            _wait(device)
+            times.append(perf_counter() - start)
+        peak = _peak_memory(device)
+    except torch.OutOfMemoryError:
+        return Cell(panel.network, method, size, None, None, "out of memory")
+    used = None if before is None or peak is None else (peak - before) / 1e6
+    return Cell(panel.network, method, size, median(times), used)
+
+
+def _wait(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+
+
+_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def _begin_memory(device: str) -> int | None:
+    """Bytes in use; the peak starts from here. ``None`` on a CPU whose system does not tell."""
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    if not _STATUS.exists():
+        return None
+    _RESET.write_text("5")
+    return _status("VmRSS")
+
+
+def _peak_memory(device: str) -> int | None:
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated(device)
+    return _status("VmHWM") if _STATUS.exists() else None
+
+
+def _status(key: str) -> int:
+    found = re.search(rf"^{key}:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+    assert found is not None
+    return 1024 * int(found[1])

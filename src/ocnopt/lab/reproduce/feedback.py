@@ -1,0 +1,115 @@
+"""The visualised feedback policy: which differences of the images the layers respond to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ocnopt.lab import data, models
+from ocnopt.lab.config import RunConfig, parse_run
+from ocnopt.lab.reproduce import figures
+from ocnopt.lab.reproduce.bench import Bench, Finding
+from ocnopt.lab.reproduce.gain import Gain, leading_gains
+from ocnopt.lab.training import load_data
+
+#: pairs that look alike; the paper shows 7 and 1, 8 and 3
+PAIRS = ((4, 9), (7, 1), (8, 3))
+BATCH = 64
+
+
+def run(bench: Bench) -> Finding:
+    """Train a CNN on MNIST, then decompose the gains of its layers on a batch of test images."""
+    config = _config(bench)
+    (folder,) = bench.train([config])
+    dataset = load_data(config.data, bench.data_dir, bench.download)
+    state = folder.load_checkpoint()
+    assert state is not None  # it was trained just now
+    options: dict[str, Any] = dict(config.network.options)
+    network = models.build(config.network.name, dataset.input_shape, len(dataset.classes), **options)
+    network.load_state_dict(state["network"])
+    network.eval()
+    x, y = _pairs(dataset)
+    gains = leading_gains(network, x, y, lr=config.optimizer.lr)
+    shown = _most_responsive(gains, y)
+    figure = bench.folder / "feedback.png"
+    figures.draw_gains(figure, x, y, _second_choice(network, x, y), gains, shown)
+    return Finding(
+        title="What the feedback policies respond to",
+        setting=_describe(config, bench, len(dataset.train), folder.final() or {}),
+        data=[_as_data(gain, y) for gain in gains],
+        headings=("layer", "σ₁", "share of σ₁² in Σσ²", "samples with half of the weight"),
+        rows=[_cells(gain) for gain in gains],
+        remarks=[
+            "The leading right singular vector of the gain, projected to image space. Red pixels and blue pixels "
+            "push in opposite directions; each row is the test image that takes most part in the vector of the first "
+            "layer among the images of a pair of digits. The paper shows three such images and no numbers."
+        ],
+        figures={figure.name: "Images, and the differences that the layers respond to most"},
+    )
+
+
+def _config(bench: Bench) -> RunConfig:
+    quick: dict[str, Any] = {"train_limit": 2500, "test_limit": 2000, "batch_size": 32}
+    return parse_run(
+        {
+            "data": {"name": "MNIST", **(quick if bench.quick else {"batch_size": 128})},
+            "network": {"name": "cnn", **({"channels": 8, "hidden": 32} if bench.quick else {})},
+            "optimizer": {"name": "ocnopt"},
+            "training": {"epochs": 2 if bench.quick else 10, "seed": bench.seed},
+        }
+    )
+
+
+def _pairs(dataset: data.Dataset) -> tuple[Tensor, Tensor]:
+    """Test images of the digits in question, as many of each."""
+    digits = [digit for pair in PAIRS for digit in pair]
+    rows = [(dataset.test.y == digit).nonzero()[: BATCH // len(digits), 0] for digit in digits]
+    batch = dataset.test.batch(torch.cat(rows).sort().values)
+    return batch.x, batch.y
+
+
+def _most_responsive(gains: list[Gain], y: Tensor) -> list[int]:
+    """For each pair of digits, the image with the largest part in the vector of the first layer."""
+    part = gains[0].image.flatten(1).norm(dim=1)
+    return [int(torch.where(torch.isin(y, torch.tensor(pair)), part, -1.0).argmax()) for pair in PAIRS]
+
+
+@torch.no_grad()
+def _second_choice(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The class that the network takes an image for, next to the true one."""
+    output: Tensor = network(x)
+    return output.scatter(1, y[:, None], -torch.inf).argmax(1)
+
+
+def _as_data(gain: Gain, y: Tensor) -> dict[str, Any]:
+    return {
+        "layer": gain.layer,
+        "singular_values": gain.singular_values.tolist(),
+        "coefficients": gain.coefficients.tolist(),
+        "labels": y.tolist(),
+    }
+
+
+def _cells(gain: Gain) -> list[str]:
+    squares = gain.singular_values.square()
+    weight = gain.state.flatten(1).square().sum(1).sort(descending=True).values.cumsum(0)
+    half = int((weight < weight[-1] / 2).sum()) + 1
+    return [
+        gain.layer,
+        f"{float(gain.singular_values[0]):.3g}",
+        f"{100 * float(squares[0] / squares.sum()):.0f} %",
+        f"{half} of {len(weight)}",
+    ]
+
+
+def _describe(config: RunConfig, bench: Bench, samples: int, final: dict[str, Any]) -> list[str]:
+    options = "".join(f", {key} = {value}" for key, value in config.network.options.items())
+    return [
+        f"Scale: {bench.scale}. CNN{options} on {samples} images of MNIST, {config.training.epochs} epochs of "
+        f"OCNOpt at lr = {config.optimizer.lr:g}, seed {config.training.seed}; "
+        f"test accuracy {100 * final['test_accuracy']:.2f} %.",
+        f"Gains at rank B on {BATCH // 6 * 6} test images of the digits 4, 9, 7, 1, 8, 3, with identity curvature and "
+        "β = 1.",
+    ]

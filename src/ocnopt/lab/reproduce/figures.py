@@ -1,0 +1,144 @@
+"""The figures of the experiments, as PNG files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ocnopt.lab.optimizers import OPTIMIZERS
+from ocnopt.lab.reproduce.paper import COLUMNS, Row
+from ocnopt.lab.sweep import Line
+
+COLORS = {
+    "sgdm": "#4477aa",
+    "sgd": "#4477aa",
+    "rmsprop": "#66ccee",
+    "adam": "#228833",
+    "ekfac": "#ccbb44",
+    "emsa": "#aa3377",
+    "ddp": "#bbbbbb",
+    "ocnopt": "#ee6677",
+}
+
+
+@contextmanager
+def figure(path: Path, rows: int, columns: int, width: float = 3.2, height: float = 2.6) -> Iterator[Any]:
+    """A grid of axes, written to the file at the end. No window, no global state."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    FigureCanvasAgg(drawing)
+    yield drawing.subplots(rows, columns, squeeze=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawing.savefig(path, dpi=150)
+
+
+def draw_table(path: Path, rows: Sequence[Row], found: Mapping[str, Sequence[Line]]) -> None:
+    """A panel per row: our mean with its deviation, and the paper's number as a hollow mark."""
+    columns = min(4, len(rows))
+    lines = -(-len(rows) // columns)
+    with figure(path, lines, columns, 3.4, 2.8) as axes:
+        flat = [ax for line in axes for ax in line]
+        for ax in flat[len(rows) :]:
+            ax.set_visible(False)
+        for ax, row in zip(flat, rows, strict=False):
+            best = {line.grid: line.best for line in found[row.name]}
+            for i, key in enumerate(COLUMNS):
+                setting = best.get(key)
+                if setting is not None:
+                    ax.errorbar(i, setting.test, setting.test_deviation or 0, fmt="o", color=COLORS[key], capsize=3)
+                if key in row.accuracy:
+                    ax.plot(i, row.accuracy[key], "D", mfc="none", mec="#555555", ms=6)
+            ax.set_xticks(range(len(COLUMNS)), [OPTIMIZERS[key].title for key in COLUMNS], rotation=45, ha="right")
+            ax.set_title(f"{row.dataset}, {row.network}", fontsize=10)
+            ax.grid(axis="y", alpha=0.3)
+        for line in axes:
+            line[0].set_ylabel("test accuracy %\n● ours  ◇ paper")
+
+
+def draw_curves(
+    path: Path, panels: Mapping[str, str], curves: Mapping[tuple[str, str], Sequence[Sequence[float]]]
+) -> None:
+    """A panel per dataset: the mean over seeds of the smoothed training loss, and its range."""
+    import numpy as np
+
+    with figure(path, 1, len(panels), 4.0, 3.2) as axes:
+        for ax, (dataset, title) in zip(axes[0], panels.items(), strict=True):
+            methods = [method for name, method in curves if name == dataset]
+            for method, color in zip(methods, ("#4477aa", "#ee6677", "#ccbb44", "#228833"), strict=False):
+                runs = curves[dataset, method]
+                longest = max(map(len, runs))
+                values = np.full((len(runs), longest), np.nan)
+                for line, run in zip(values, runs, strict=True):
+                    line[: len(run)] = run
+                window = max(1, longest // 25)
+                smooth = np.array([np.convolve(line, np.ones(window) / window, "valid") for line in values])
+                steps = np.arange(window, longest + 1)
+                ax.plot(steps, smooth.mean(0), color=color, label=method)
+                ax.fill_between(steps, smooth.min(0), smooth.max(0), color=color, alpha=0.2, lw=0)
+            ax.set_yscale("log")
+            ax.set_title(title, fontsize=10)
+            ax.set_xlabel("step")
+            ax.grid(alpha=0.3)
+        axes[0][0].set_ylabel("training loss (smoothed)")
+        axes[0][0].legend(fontsize=8)
+
+
+def draw_heat_map(
+    path: Path, rows: Sequence[str], columns: Sequence[str], values: Mapping[tuple[str, str], float]
+) -> None:
+    """Red is better with feedback, blue is worse; the number is in the cell."""
+    table = [[values[row, column] for column in columns] for row in rows]
+    limit = max(1e-9, *(abs(value) for line in table for value in line))
+    with figure(path, 1, 1, 1.2 * len(columns) + 2.6, 0.55 * len(rows) + 1.2) as axes:
+        ax = axes[0][0]
+        ax.imshow(table, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
+        ax.set_xticks(range(len(columns)), columns)
+        ax.set_yticks(range(len(rows)), rows)
+        for i, line in enumerate(table):
+            for j, value in enumerate(line):
+                color = "white" if abs(value) > 0.6 * limit else "black"
+                ax.text(j, i, f"{value:+.2f}", ha="center", va="center", color=color)
+        ax.set_title("change of test accuracy with feedback, %", fontsize=10)
+
+
+def draw_complexity(
+    path: Path,
+    titles: Sequence[str],
+    panels: Sequence[Mapping[str, Sequence[tuple[int, float | None, float | None]]]],
+) -> None:
+    """Log-log: time above, memory below, a column per network."""
+    colors = ("#4477aa", "#228833", "#ccbb44", "#aa3377", "#ee6677", "#000000")
+    with figure(path, 2, len(panels), 4.4, 2.8) as axes:
+        for column, (title, lines) in enumerate(zip(titles, panels, strict=True)):
+            for (method, points), color in zip(lines.items(), colors, strict=True):
+                for line in (0, 1):
+                    known = [(point[0], point[1 + line]) for point in points if point[1 + line]]
+                    ax = axes[line][column]
+                    ax.loglog(*zip(*known, strict=True), "o-", color=color, label=method, ms=4) if known else None
+                    ax.set_xticks([point[0] for point in points], [str(point[0]) for point in points])
+                    ax.minorticks_off()
+                    ax.grid(alpha=0.3)
+            axes[0][column].set_title(title, fontsize=10)
+            axes[1][column].set_xlabel("batch size")
+        axes[0][0].set_ylabel("seconds per step")
+        axes[1][0].set_ylabel("peak memory, MB")
+        axes[0][0].legend(fontsize=7, ncols=2)
+
+
+def draw_gains(path: Path, x: Any, y: Any, second: Any, gains: Sequence[Any], shown: Sequence[int]) -> None:
+    """A line per image: the image, then what each layer responds to."""
+    with figure(path, len(shown), 1 + len(gains), 1.5, 1.7) as axes:
+        for line, i in zip(axes, shown, strict=True):
+            line[0].imshow(x[i, 0], cmap="gray")
+            line[0].set_title(f"a {int(y[i])}, not a {int(second[i])}", fontsize=9)
+            for ax, gain in zip(line[1:], gains, strict=True):
+                picture = gain.image[i].mean(0)
+                limit = float(picture.abs().max()) or 1.0
+                ax.imshow(picture, cmap="RdBu_r", vmin=-limit, vmax=limit)
+                ax.set_title(f"layer {gain.layer}", fontsize=9)
+            for ax in line:
+                ax.set_axis_off()

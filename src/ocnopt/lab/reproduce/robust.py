@@ -1,0 +1,123 @@
+"""Learning rates that are too large for SGD: does the feedback keep training stable?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import mean, stdev
+from typing import Any
+
+from ocnopt.lab.config import RunConfig, parse_run
+from ocnopt.lab.reproduce import figures
+from ocnopt.lab.reproduce.bench import Bench, Finding
+from ocnopt.lab.runs import RunFolder
+from ocnopt.lab.schema import ConfigError
+
+# All take plain gradient steps, without momentum or preconditioning, at the same rate: only the feedback differs.
+_PLAIN = {"curvature": "identity", "momentum": 0.0, "ema": False}
+METHODS: dict[str, dict[str, Any]] = {
+    "SGD": {"name": "sgdm", "momentum": 0.0},
+    "OCNOpt": {"name": "ocnopt", **_PLAIN, "feedback": "nonlinear"},
+    "OCNOpt, rank B, β = 0.3": {
+        "name": "ocnopt",
+        **_PLAIN,
+        "feedback": "nonlinear",
+        "rank": "full",
+        "gauss_newton": 0.3,
+    },
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One panel of the figure. Rates and networks are the paper's; ``quick`` tables change the rest."""
+
+    network: str
+    dataset: str
+    lr: float
+    epochs: int
+    batch_size: int
+    quick_data: dict[str, int]
+    quick_network: dict[str, int]
+    quick_epochs: int
+
+
+_SUBSET, _NARROW = {"train_limit": 2000, "test_limit": 1000}, {"channels": 8, "hidden": 32}
+CASES = (
+    Case("fcn", "DIGITS", 0.6, 20, 32, {}, {}, 8),
+    Case("inception", "MNIST", 1.0, 5, 128, _SUBSET, _NARROW, 3),
+    Case("inception", "SVHN", 2.0, 10, 128, _SUBSET, _NARROW, 3),
+)
+
+
+def run(bench: Bench) -> Finding:
+    """Train with every method and seed; compare the curves of the training loss."""
+    cases = [case for case in CASES if bench.chosen(case.network, case.dataset)]
+    if not cases:
+        raise ConfigError(f"only must name some of {', '.join(f'{c.network}-{c.dataset}'.lower() for c in CASES)}")
+    seeds = bench.seeds(quick=3, full=5)
+    found = {
+        (case, method): bench.train([_config(case, method, seed, bench) for seed in seeds])
+        for case in cases
+        for method in METHODS
+    }
+    figure = bench.folder / "robust.png"
+    curves = {(case.dataset, method): [_curve(run) for run in runs] for (case, method), runs in found.items()}
+    figures.draw_curves(figure, {case.dataset: f"{case.dataset}, lr = {case.lr:g}" for case in cases}, curves)
+    return Finding(
+        title="Training at large learning rates",
+        setting=_describe(cases, bench, seeds),
+        data=[
+            {"dataset": case.dataset, "lr": case.lr, "method": method, "finals": [run.final() for run in runs]}
+            for (case, method), runs in found.items()
+        ],
+        headings=("dataset, network, learning rate", "method", "train loss, last epoch", "test accuracy %", "diverged"),
+        rows=[_cells(case, method, runs) for (case, method), runs in found.items()],
+        remarks=[
+            "Mean ± standard deviation over seeds. The paper shows curves and no numbers: there SGD makes no stable "
+            "progress at these rates and OCNOpt converges on all three datasets."
+        ],
+        figures={figure.name: "Training loss against steps, mean and range over seeds"},
+    )
+
+
+def _config(case: Case, method: str, seed: int, bench: Bench) -> RunConfig:
+    limits, narrow = (case.quick_data, case.quick_network) if bench.quick else ({}, {})
+    return parse_run(
+        {
+            "label": method,
+            "data": {"name": case.dataset, "batch_size": case.batch_size, **limits},
+            "network": {"name": case.network, **narrow},
+            "optimizer": {**METHODS[method], "lr": case.lr},
+            "training": {"epochs": case.quick_epochs if bench.quick else case.epochs, "seed": seed, "log_every": 1},
+        }
+    )
+
+
+def _curve(run: RunFolder) -> list[float]:
+    """The loss before each step; NaN where it was not finite."""
+    return [float("nan") if record["loss"] is None else record["loss"] for record in run.metrics("step")]
+
+
+def _cells(case: Case, method: str, runs: list[RunFolder]) -> list[str]:
+    finals = [final for run in runs if (final := run.final()) is not None]
+    losses = [final["train_loss"] for final in finals if final["train_loss"] is not None]
+    loss = _spread(losses, 3) if len(losses) == len(finals) else "not finite"
+    accuracy = _spread([100 * final["test_accuracy"] for final in finals], 2)
+    diverged = sum(final["diverged"] for final in finals)
+    place = f"{case.dataset}, {case.network}, {case.lr:g}"
+    return [place, method, loss, accuracy, f"{diverged} of {len(finals)}"]
+
+
+def _spread(values: list[float], digits: int) -> str:
+    text = f"{mean(values):.{digits}f}"
+    return text if len(values) < 2 else f"{text} ± {stdev(values):.{digits}f}"
+
+
+def _describe(cases: list[Case], bench: Bench, seeds: tuple[int, ...]) -> list[str]:
+    sentences = [f"Scale: {bench.scale}. Seeds {', '.join(map(str, seeds))}. No momentum, no preconditioning."]
+    for case in cases:
+        sizes = {**case.quick_data, **case.quick_network} if bench.quick else {}
+        epochs = case.quick_epochs if bench.quick else case.epochs
+        extra = "".join(f", {key} = {value}" for key, value in sizes.items())
+        sentences.append(f"{case.dataset}, {case.network}: {epochs} epochs, batch {case.batch_size}{extra}.")
+    return sentences
