@@ -6,10 +6,12 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from ocnopt.lab import toml
 from ocnopt.lab.config import RunConfig
 from ocnopt.lab.optimizers import OptimizerConfig
 from ocnopt.lab.runs import RunFolder
 from ocnopt.lab.schema import ConfigError
+from ocnopt.lab.training import Folder, rehearse
 
 
 def vary(base: RunConfig, optimizers: Iterable[OptimizerConfig], rates: Sequence[float], seeds: int) -> list[RunConfig]:
@@ -21,6 +23,17 @@ def vary(base: RunConfig, optimizers: Iterable[OptimizerConfig], rates: Sequence
         for lr in rates or (optimizer.lr,)
         for seed in range(first, first + seeds)
     ]
+
+
+def rehearse_all(configs: Iterable[RunConfig], data_dir: Folder | None = None, download: bool = False) -> None:
+    """Raise what one of the runs would raise before its first step. What is to be downloaded comes here, and once."""
+    for config in {_kind(config): config for config in configs}.values():
+        rehearse(config, data_dir=data_dir, download=download)
+
+
+def _kind(config: RunConfig) -> str:
+    """The same for runs that differ in nothing but their seeds and learning rates."""
+    return toml.dumps(config.with_seed(0).with_optimizer(config.optimizer.with_lr(1.0), config.label).table())
 
 
 def create_runs(out: Path, configs: Sequence[RunConfig]) -> list[RunFolder]:

@@ -13,14 +13,11 @@ from ocnopt.lab.config import RunConfig, read_run
 from ocnopt.lab.pool import Outcome, Setup, train_all
 from ocnopt.lab.runs import Record, RunFolder
 from ocnopt.lab.tables import Key, draw, make_row
-from ocnopt.lab.training import load_data
 
 
 def train_and_show(folders: Sequence[RunFolder], setup: Setup, workers: int, console: Console | None) -> list[Outcome]:
     """Train what is not finished, and show it on the console, if there is one."""
     configs = {folder: read_run(folder.config_path) for folder in folders}
-    for data in {config.data for config in configs.values()}:
-        load_data(data, setup.data_dir, setup.download)  # what is missing is missing for all: say it now, and once
     if console is None:
         return train_all(folders, setup, workers)
     board = Board(configs)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ocnopt.lab import data
-from ocnopt.lab.config import DataConfig, read_run
+from ocnopt.lab.config import DataConfig, RunConfig, read_run
 from ocnopt.lab.runs import MetricsWriter, Record, RunFolder, finite
 from ocnopt.lab.tensorboard import TensorBoard
 from ocnopt.lab.trainer import Journal, Trainer
@@ -69,6 +69,13 @@ def train(
                     listen({"kind": "begin", "step": trainer.step, "steps": trainer.steps})
             with torch.backends.cudnn.flags(deterministic=True):
                 return _plain(trainer.train())
+
+
+def rehearse(
+    config: RunConfig, *, world: World | None = None, data_dir: Folder | None = None, download: bool = False
+) -> None:
+    """Raise what a run would raise before its first step, without leaving anything behind."""
+    Trainer(config, load_data(config.data, data_dir, download), Silence(), world=world)
 
 
 def load_data(config: DataConfig, data_dir: Folder | None = None, download: bool = False) -> data.Dataset:

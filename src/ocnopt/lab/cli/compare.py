@@ -10,10 +10,9 @@ from rich.console import Console
 
 from ocnopt.lab.cli import shared
 from ocnopt.lab.cli.train import BatchSize, Config, Dataset, Epochs, Network, Set
-from ocnopt.lab.comparison import create_runs, vary
+from ocnopt.lab.comparison import create_runs, rehearse_all, vary
 from ocnopt.lab.live import train_and_show
 from ocnopt.lab.pool import Outcome, Setup, default_workers
-from ocnopt.lab.runs import RunFolder, find_runs
 from ocnopt.lab.schema import ConfigError
 from ocnopt.lab.settings import Settings, parse_optimizer
 from ocnopt.lab.tables import draw, summarise
@@ -74,22 +73,18 @@ def command(
     with shared.plain_errors():
         place = find_device(device)
         if resume is None:
-            folders = _create(settings, optimizer or [], lr or [], seeds, out)
+            configs = vary(settings.run(), map(parse_optimizer, optimizer or DEFAULT_OPTIMIZERS), lr or [], seeds)
+            rehearse_all(configs, data_dir, download)
+            out = out or shared.default_folder("compare", configs[0].data.name)
+            folders = create_runs(out, configs)
         elif settings == Settings() and out is None and not optimizer and not lr:
-            folders = find_runs([resume])
+            out, folders = resume, shared.require_runs([resume])
         else:
             raise ConfigError("--resume goes on with the runs as they are: leave out what describes others")
         setup = Setup(str(place), data_dir, download, tensorboard)
         console = None if json_output else shared.progress_console
         outcomes = train_and_show(folders, setup, workers or default_workers(place), console)
-        finish(folders[0].path.parent, outcomes, json_output)
-
-
-def _create(settings: Settings, specs: list[str], rates: list[float], seeds: int, out: Path | None) -> list[RunFolder]:
-    base = settings.run()
-    optimizers = [parse_optimizer(spec) for spec in specs or DEFAULT_OPTIMIZERS]
-    configs = vary(base, optimizers, rates, seeds)
-    return create_runs(out or shared.default_folder("compare", base.data.name), configs)
+        finish(out, outcomes, json_output)
 
 
 def finish(folder: Path, outcomes: list[Outcome], json_output: bool) -> None:
@@ -101,8 +96,9 @@ def finish(folder: Path, outcomes: list[Outcome], json_output: bool) -> None:
     rows = summarise(folders)
     report = write_report(folders, folder / "report.html") if len(failed) < len(outcomes) else None
     if json_output:
-        document = {"rows": [row.as_json() for row in rows], "runs": folders, "failed": failed, "report": report}
-        shared.print_json({**document, "runs": [str(f.path) for f in folders]})
+        paths = [folder.path for folder in folders]
+        document = {"rows": [row.as_json() for row in rows], "runs": paths, "failed": failed, "report": report}
+        shared.print_json(document)
     else:
         Console().print(draw(rows))
         typer.echo(f"The runs are in {folder}")

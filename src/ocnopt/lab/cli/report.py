@@ -9,7 +9,6 @@ import typer
 from rich.console import Console
 
 from ocnopt.lab.cli import shared
-from ocnopt.lab.runs import RunError, find_runs
 from ocnopt.lab.tables import draw, summarise
 
 HELP = shared.help_text(
@@ -34,9 +33,7 @@ def command(
     from ocnopt.lab.report import write_report
 
     with shared.plain_errors():
-        folders = find_runs(runs)
-        if not folders:
-            raise RunError(f"there is no run in {', '.join(map(str, runs))}")
+        folders = shared.require_runs(runs)
         rows = summarise(folders)
         write_report(folders, out)
     if json_output:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from ocnopt.lab.comparison import slug
 from ocnopt.lab.data import DataError
-from ocnopt.lab.runs import RunError, finite
+from ocnopt.lab.runs import RunError, RunFolder, find_runs, finite
 from ocnopt.lab.schema import ConfigError
 
 Seed = Annotated[int, typer.Option(min=0, help="Seed of the initial weights and of the order of the samples.")]
@@ -63,6 +63,14 @@ def fail(message: str, code: int) -> None:
 def print_json(document: Any) -> None:
     """One document on stdout, without colours or wrapping."""
     typer.echo(json.dumps(finite(document), indent=2, ensure_ascii=False, allow_nan=False, default=str))
+
+
+def require_runs(paths: Sequence[Path]) -> list[RunFolder]:
+    """The runs in these folders and below them; there must be one."""
+    folders = find_runs(paths)
+    if not folders:
+        raise RunError(f"there is no run in {', '.join(map(str, paths))}")
+    return folders
 
 
 def default_folder(*parts: str) -> Path:

@@ -16,7 +16,7 @@ from ocnopt.lab.config import RunConfig, read_run
 from ocnopt.lab.runs import Record, RunFolder
 from ocnopt.lab.schema import ConfigError
 from ocnopt.lab.settings import Settings
-from ocnopt.lab.training import Listener, train
+from ocnopt.lab.training import Listener, rehearse, train
 from ocnopt.lab.world import World, find_device, join
 
 Config = Annotated[str | None, typer.Argument(help="A TOML file, or the name of a recipe.", show_default=False)]
@@ -76,7 +76,11 @@ def command(
     with shared.plain_errors():
         place = find_device(device)
         with join(place) as world:
-            folder = _open(resume, out, settings, world)
+            folder = _resumed(resume, out, settings) if resume is not None else None
+            if folder is None:
+                run = settings.run()
+                rehearse(run, world=world, data_dir=data_dir, download=download)
+                folder = _create(run, out, world)
             _set_threads(threads, folder, resume)
             run = read_run(folder.config_path)
             with _progress(run, shown=world.is_main and not json_output) as listen:
@@ -93,14 +97,16 @@ def command(
                 _print(folder, run, final, json_output)
 
 
-def _open(resume: Path | None, out: Path | None, settings: Settings, world: World) -> RunFolder:
+def _resumed(path: Path, out: Path | None, settings: Settings) -> RunFolder:
+    if settings != Settings() or out is not None:
+        raise ConfigError("--resume goes on with the run as it is: leave out what describes another one")
+    folder = RunFolder(path)
+    folder.config()  # says what is wrong if there is none
+    return folder
+
+
+def _create(run: RunConfig, out: Path | None, world: World) -> RunFolder:
     """The folder of the run, made by the main process alone."""
-    if resume is not None:
-        if settings != Settings() or out is not None:
-            raise ConfigError("--resume goes on with the run as it is: leave out what describes another one")
-        RunFolder(resume).config()
-        return RunFolder(resume)
-    run = settings.run()
     path = world.agree(out or shared.default_folder(run.data.name, run.label))
     if world.is_main:
         RunFolder.create(path, run.table())
@@ -128,7 +134,8 @@ def _progress(run: RunConfig, shown: bool) -> Iterator[Listener | None]:
         TextColumn("{task.fields[loss]} {task.fields[accuracy]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=shared.progress_console, transient=True) as progress:
+    console = shared.progress_console
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"{run.data.name} {run.label}", total=None, loss="", accuracy="")
 
         def listen(record: Record) -> None:

@@ -1,0 +1,280 @@
+"""The command ``ocnopt``, as a user types it."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from ocnopt.lab.cli import main, make_app, shared
+from ocnopt.lab.runs import RunFolder, find_runs
+
+QUICK = ("--dataset", "WINE", "--epochs", "1")
+
+
+@pytest.fixture(scope="module")
+def app() -> typer.Typer:
+    return make_app()
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to work in, and nobody's data."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OCNOPT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("OCNOPT_DATA", raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    return tmp_path
+
+
+class Ocnopt:
+    def __init__(self, app: typer.Typer, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._app, self._patch = app, monkeypatch
+
+    def __call__(self, *arguments: str, code: int = 0) -> Result:
+        # the console keeps the stderr that it found when it was made
+        self._patch.setattr(shared.progress_console, "file", None)
+        result = CliRunner().invoke(self._app, list(arguments))
+        assert result.exit_code == code, result.output
+        return result
+
+    def json(self, *arguments: str, code: int = 0) -> Any:
+        return json.loads(self(*arguments, "--json", code=code).stdout)
+
+
+@pytest.fixture
+def ocnopt(app: typer.Typer, monkeypatch: pytest.MonkeyPatch) -> Ocnopt:
+    return Ocnopt(app, monkeypatch)
+
+
+# --- help ---
+
+
+@pytest.mark.parametrize("command", ["demo", "train", "compare", "report", "data list", "data fetch", "data check"])
+def test_help_has_examples_that_fit_into_a_terminal(ocnopt: Ocnopt, command: str) -> None:
+    text = ocnopt(*command.split(), "--help").stdout
+    lines = [line.strip() for line in text.splitlines()]
+    examples = [line for line in lines if line.startswith(f"ocnopt {command}")]
+    assert "Examples" in lines
+    assert examples
+    assert "--json" in text
+    for option in () if command.split()[0] in ("report", "data") else ("--seed", "--device"):
+        assert option in text
+
+
+def test_help_lists_the_commands(ocnopt: Ocnopt) -> None:
+    text = ocnopt("--help").stdout
+    for command in ("demo", "train", "compare", "report", "data"):
+        assert f" {command} " in text
+
+
+def test_without_the_lab_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "typer", None)
+    with pytest.raises(SystemExit, match=r"typer is missing; .* pip install 'ocnopt\[lab\]'"):
+        main()
+
+
+# --- train ---
+
+
+def test_train_writes_a_run_and_says_where(ocnopt: Ocnopt, here: Path) -> None:
+    result = ocnopt("train", *QUICK, "--optimizer", "ocnopt:rank=2", "--seed", "4")
+    (folder,) = find_runs([here / "runs"])
+    assert "WINE, fcn, OCNOpt rank=2, lr 0.01, seed 4: test accuracy" in result.stdout
+    assert str(folder.path.relative_to(here)) in result.stdout
+    assert folder.config()["optimizer"]["rank"] == 2
+    assert folder.final() is not None
+
+
+def test_train_prints_json_and_nothing_else(ocnopt: Ocnopt) -> None:
+    document = ocnopt.json("train", *QUICK, "--lr", "0.5", "--set", "network.width=4", "--out", "here")
+    assert document["run"] == "here"
+    assert document["config"]["network"] == {"name": "fcn", "width": 4}
+    assert document["config"]["optimizer"]["lr"] == 0.5
+    assert document["final"] == RunFolder("here").final()
+
+
+def test_train_takes_a_recipe_by_name(ocnopt: Ocnopt) -> None:
+    document = ocnopt.json("train", "table1-fcn-wine", "--epochs", "1")
+    assert document["config"]["optimizer"]["feedback"] == "nonlinear"
+
+
+def test_train_resumes(ocnopt: Ocnopt) -> None:
+    first = ocnopt.json("train", *QUICK, "--out", "run")
+    again = ocnopt.json("train", "--resume", "run")
+    assert again["final"] == first["final"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "code"),
+    [
+        ((), "name a configuration file, a recipe, or a dataset with --dataset", 2),
+        (("--dataset", "WINES"), "data.name: There is no dataset named 'WINES'", 2),
+        (("nowhere.toml",), "nowhere.toml: there is no such file", 2),
+        ((*QUICK, "--optimizer", "lion"), "optimizer.name must be one of", 2),
+        ((*QUICK, "--set", "training.epoch=3"), "training.epoch is not known: did you mean epochs?", 2),
+        ((*QUICK, "--set", "oops"), "write key=value, not 'oops'", 2),
+        ((*QUICK, "--device", "gpu"), "device must be auto, cpu, cuda or cuda:N, got 'gpu'", 2),
+        ((*QUICK, "--network", "cnn"), "network.input_shape must be (channels, height, width)", 2),
+        (("--dataset", "MNIST"), "MNIST was not found in", 1),
+        (("--resume", "nowhere"), "nowhere holds no run", 1),
+        ((*QUICK, "--resume", "nowhere"), "--resume goes on with the run as it is", 2),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(ocnopt: Ocnopt, arguments: tuple[str, ...], message: str, code: int) -> None:
+    result = ocnopt("train", *arguments, code=code)
+    assert result.stderr.startswith(f"error: {message}")
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stdout == ""
+    assert not Path("runs").exists()  # nothing is left behind
+
+
+def test_a_folder_with_a_run_is_not_overwritten(ocnopt: Ocnopt) -> None:
+    ocnopt("train", *QUICK, "--out", "run")
+    before = RunFolder("run").metrics_path.read_bytes()
+    result = ocnopt("train", *QUICK, "--out", "run", code=1)
+    assert "run holds a run already" in result.stderr
+    assert RunFolder("run").metrics_path.read_bytes() == before
+
+
+# --- compare and report ---
+
+TWO = ("--optimizer", "adam", "--optimizer", "ocnopt:rank=2", "--lr", "0.01", "--lr", "0.1", "--seeds", "2")
+
+
+def test_compare_puts_optimizers_rates_and_seeds_side_by_side(ocnopt: Ocnopt) -> None:
+    document = ocnopt.json("compare", *QUICK, *TWO, "--seed", "7", "--workers", "1", "--out", "all")
+    assert [(row["label"], row["lr"], row["runs"]) for row in document["rows"]] == [
+        ("Adam", 0.01, 2),
+        ("Adam", 0.1, 2),
+        ("OCNOpt rank=2", 0.01, 2),
+        ("OCNOpt rank=2", 0.1, 2),
+    ]
+    folders = [RunFolder(path) for path in document["runs"]]
+    assert {folder.config()["training"]["seed"] for folder in folders} == {7, 8}
+    accuracies = [folder.metrics("final")[0]["test_accuracy"] for folder in folders[:2]]
+    spread = document["rows"][0]["test_accuracy"]
+    assert spread["mean"] == pytest.approx(sum(accuracies) / 2)
+    assert spread["deviation"] == pytest.approx(abs(accuracies[0] - accuracies[1]) / 2**0.5)
+    assert document["failed"] == {}
+    assert Path(document["report"]).read_text().startswith("<!")
+
+
+def test_compare_prints_a_table_and_lines_where_there_is_no_terminal(ocnopt: Ocnopt) -> None:
+    result = ocnopt("compare", *QUICK, "--optimizer", "adam", "--seeds", "2", "--workers", "1", "--out", "all")
+    assert "WINE, fcn, batch size 32, epochs: 1" in result.stdout
+    assert "Adam" in result.stdout
+    assert "±" in result.stdout
+    assert all(len(line) <= 80 for line in result.stdout.splitlines())
+    assert result.stderr.count("WINE, fcn, Adam, lr 0.001, seed") == 2
+
+
+def test_compare_goes_on_with_what_is_not_finished(ocnopt: Ocnopt) -> None:
+    whole = ocnopt.json("compare", *QUICK, *TWO, "--workers", "1", "--out", "all")
+    lost = RunFolder(whole["runs"][3])
+    for path in (lost.metrics_path, lost.checkpoint_path):
+        path.unlink()
+    again = ocnopt.json("compare", "--resume", "all", "--workers", "1")
+    kept = [{**row, "seconds": None} for row in whole["rows"]]
+    assert [{**row, "seconds": None} for row in again["rows"]] == kept
+    assert lost.final() is not None
+
+
+def test_compare_needs_something_to_resume(ocnopt: Ocnopt) -> None:
+    Path("empty").mkdir()
+    assert "there is no run in empty" in ocnopt("compare", "--resume", "empty", code=1).stderr
+    assert "leave out what" in ocnopt("compare", *QUICK, "--resume", "empty", code=2).stderr
+
+
+def test_a_run_that_fails_stops_no_other(ocnopt: Ocnopt) -> None:
+    arguments = ("--optimizer", "adam", "--optimizer", "ddp:max_size=2", "--seeds", "1", "--workers", "1")
+    document = ocnopt.json("compare", *QUICK, *arguments, "--out", "all", code=1)
+    ((path, error),) = document["failed"].items()
+    assert "DDP" in path
+    assert "max_size" in error
+    assert "Traceback" in (Path(path) / "error.txt").read_text()
+    assert [(row["label"], row["finished"]) for row in document["rows"]] == [("Adam", 1), ("DDP max_size=2", 0)]
+
+
+def test_compare_refuses_the_same_run_twice(ocnopt: Ocnopt) -> None:
+    result = ocnopt("compare", *QUICK, "--optimizer", "adam", "--optimizer", "adam", code=2)
+    assert "two of the runs are the same: WINE-fcn-Adam" in result.stderr
+
+
+def test_the_live_table_shows_how_far_the_runs_are(ocnopt: Ocnopt) -> None:
+    ocnopt("compare", *QUICK, "--optimizer", "adam", "--seeds", "1", "--workers", "1", "--out", "all")
+    from ocnopt.lab.config import read_run
+    from ocnopt.lab.live import Board
+
+    (folder,) = find_runs(["all"])
+    board = Board({folder: read_run(folder.config_path)})
+
+    def shown() -> str:
+        console = Console(width=80, record=True, file=io.StringIO())
+        console.print(board.render())
+        return console.export_text()
+
+    assert "0 of 1 runs" in shown()
+    board.note(folder, {"kind": "begin", "step": 0, "steps": 10})
+    board.note(folder, {"kind": "step", "step": 5})
+    assert "50%" in shown()
+    board.note(folder, {"kind": "final", "test_accuracy": 0.75, "train_loss": 1, "seconds": 2, "diverged": False})
+    assert "75.00" in shown()
+    assert "100%" in shown()
+
+
+def test_report_reads_runs_that_are_not_finished(ocnopt: Ocnopt) -> None:
+    ocnopt("train", *QUICK, "--out", "runs/a")
+    ocnopt("train", *QUICK, "--out", "runs/b", "--seed", "1")
+    final = RunFolder("runs/b").metrics_path
+    final.write_bytes(final.read_bytes()[:-5])
+    document = ocnopt.json("report", "runs", "--out", "page.html")
+    (row,) = document["rows"]
+    assert (row["runs"], row["finished"]) == (2, 1)
+    assert Path("page.html").is_file()
+    Path("empty").mkdir()
+    assert "there is no run in empty" in ocnopt("report", "empty", code=1).stderr
+    assert "there is no folder nowhere" in ocnopt("report", "nowhere", code=1).stderr
+
+
+# --- data ---
+
+
+def test_data_list_shows_every_dataset(ocnopt: Ocnopt) -> None:
+    rows = ocnopt.json("data", "list")
+    status = {row["name"]: row["status"] for row in rows}
+    assert (status["WINE"], status["MNIST"], len(status)) == ("built in", "missing", 13)
+    table = ocnopt("data", "list").stdout
+    assert "CIFAR100" in table
+    assert all(len(line) <= 80 for line in table.splitlines())
+
+
+def test_data_check_says_what_is_missing(ocnopt: Ocnopt) -> None:
+    assert [row["status"] for row in ocnopt.json("data", "check", "wine")] == ["complete"]
+    wine, mnist = ocnopt.json("data", "check", "wine", "mnist", code=1)
+    assert (wine["status"], mnist["status"]) == ("complete", "missing")
+    assert "There is no dataset named 'x'" in ocnopt("data", "check", "x", code=2).stderr
+
+
+def test_data_fetch_leaves_alone_what_is_built_in(ocnopt: Ocnopt) -> None:
+    (row,) = ocnopt.json("data", "fetch", "WINE")
+    assert row["status"] == "built in"
+
+
+# --- demo ---
+
+
+def test_demo_compares_every_optimizer_and_writes_a_report(ocnopt: Ocnopt) -> None:
+    """With two real worker processes, as it runs without arguments."""
+    result = ocnopt("demo", "--dataset", "wine", "--seeds", "2", "--epochs", "1", "--workers", "2", "--out", "demo")
+    for label in ("OCNOpt", "OCNOpt kronecker", "SGDm", "RMSprop", "Adam", "AdamW", "Muon", "EKFAC", "E-MSA", "DDP"):
+        assert f"  {label} " in result.stdout
+    assert result.stdout.count("±") >= 20
+    assert Path("demo/report.html").read_text().startswith("<!")
+    assert len(find_runs(["demo"])) == 40
