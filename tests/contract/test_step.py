@@ -202,3 +202,17 @@ def test_accumulated_gradients_equal_one_large_batch(curvature: str) -> None:
             opt.step()
         found.append(values(model))
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("game", [*GAMES, {"feedback": "off"}], ids=name_of)
+def test_to_maximise_is_to_minimise_the_negative(game: dict[str, Any]) -> None:
+    runs = []
+    for sign in (1, -1):
+        model = mlp()
+        opt = OCNOpt(model.parameters(), 0.1, model=model, weight_decay=0.1, maximize=sign < 0, **game)
+        for x, y in batches(3):
+            opt.zero_grad()
+            (sign * nn.functional.cross_entropy(model(x), y)).backward()
+            opt.step()
+        runs.append((values(model), state_of(opt)))
+    torch.testing.assert_close(*runs, rtol=1e-9, atol=1e-12)

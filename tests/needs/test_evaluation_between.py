@@ -71,6 +71,7 @@ INTERLUDES: list[Callable[[nn.Module], None]] = [
     evaluate_and_forget,
     throw_away,
     throw_away_later,
+    input_gradient,
     call_a_part,
 ]
 
@@ -110,11 +111,24 @@ def test_an_interlude_changes_nothing(game: dict[str, Any], interlude: Any, wher
     assert_identical(run(game, where, interlude), run(game, "nowhere", interlude))
 
 
-@pytest.mark.parametrize("game", SOME_GAMES, ids=name_of)
-def test_gradients_of_another_pass_through_the_model_are_told_apart_or_refused(game: dict[str, Any]) -> None:
-    """A saliency map between backward and step goes through the same layers, but leaves the parameters alone."""
-    if game["feedback"] == "linear" and game["rank"] == 1:
-        assert_identical(run(game, "after backward", input_gradient), run(game, "nowhere", input_gradient))
-    else:
-        with pytest.raises(RuntimeError, match=r"needs exactly one forward pass.*2 calls"):
-            run(game, "after backward", input_gradient)
+def test_the_order_of_stages_is_that_of_the_training_pass() -> None:
+    """A model that takes another way in evaluation does not take it in the step."""
+
+    class TwoWays(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.head = nn.Linear(FEATURES, 5), nn.Linear(5, 5), nn.Linear(5, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, second = (self.a, self.b) if self.training else (self.b, self.a)
+            return self.head(torch.tanh(second(torch.tanh(first(x)))))
+
+    torch.manual_seed(0)
+    model = TwoWays().double()
+    opt = OCNOpt(model.parameters(), model=model, bellman="paper")
+    x, y = batches()[0]
+    loss = cross_entropy(model(x), y)
+    evaluate(model)
+    loss.backward()
+    opt.step()
+    assert [layer.name for layer in opt.diagnostics.layers] == ["a", "b", "head"]

@@ -48,6 +48,35 @@ def test_thawed_layers_join_the_game(game: dict[str, Any]) -> None:
     assert differ(values(model), values(mlp()))
 
 
+@pytest.mark.parametrize("game", [g for g in SOME_GAMES if g["feedback"] == "nonlinear"], ids=name_of)
+def test_a_path_that_thaws_makes_the_chain_a_fork(game: dict[str, Any]) -> None:
+    """With one of two paths frozen the rest is a chain; afterwards it is none, in the same order of calls."""
+
+    class Fork(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right, self.head = nn.Linear(FEATURES, 4), nn.Linear(FEATURES, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.left(x)) * torch.tanh(self.right(x)))
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Fork().double())
+    model, twin = models
+    model.right.requires_grad_(False)
+    opt = OCNOpt(model.parameters(), 0.0, model=model, momentum=0.0, **game)
+    train(model, opt, batches(1))
+    model.right.requires_grad_(True)
+    opt.param_groups[0]["lr"] = 1.0
+    opt.state.clear()
+    fresh = OCNOpt(twin.parameters(), 1.0, model=twin, momentum=0.0, **game)
+    for net, optimizer in ((model, opt), (twin, fresh)):
+        train(net, optimizer, batches(1, seed=9))
+    torch.testing.assert_close(values(model), values(twin), rtol=1e-10, atol=1e-12)
+
+
 @games
 def test_frozen_on_the_way(game: dict[str, Any]) -> None:
     model = mlp()

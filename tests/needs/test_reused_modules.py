@@ -93,3 +93,18 @@ def test_a_module_with_two_names_is_one_module() -> None:
             model.alias = model.cell
         runs.append(run(model, rank=3, feedback="nonlinear")[0])
     assert_identical(*runs)
+
+
+@pytest.mark.parametrize("game", [g for g in SOME_GAMES if g != SOME_GAMES[0]], ids=name_of)
+def test_it_acts_at_its_first_use(game: dict[str, Any]) -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.between, self.cell = nn.Linear(5, CLASSES), nn.Linear(5, 5), nn.Linear(FEATURES, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.cell(torch.tanh(self.between(torch.tanh(self.cell(x)))))))
+
+    torch.manual_seed(0)
+    _, opt = run(Again(), **game)
+    assert [layer.name for layer in opt.diagnostics.layers] == ["cell", "between", "head"]
