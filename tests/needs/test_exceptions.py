@@ -140,7 +140,7 @@ def test_inside_the_probe(game: dict[str, Any]) -> None:
     backward(model, *batches()[0])
     before, rng = values(model), torch.get_rng_state()
     model[3].fuse = 2
-    with pytest.warns(UserWarning, match="samples") as said:  # what the probe cannot see is not relied on; the step goes on
+    with pytest.warns(UserWarning, match="samples") as said:  # what the probe cannot see is not relied on
         opt.step()
     assert "InterruptedError: trap" in str(said[0].message)
     assert "does not run over the samples" in str(said[1].message)
