@@ -9,7 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 from ocnopt.lab.cli import make_app
-from ocnopt.lab.reproduce import EXPERIMENTS, Bench, Finding, ablation, complexity, reproduce, robust, table1
+from ocnopt.lab.config import parse_run
+from ocnopt.lab.reproduce import EXPERIMENTS, Bench, Finding, ablation, complexity, feedback, reproduce, robust, table1
 from ocnopt.lab.reproduce.bench import markdown_table
 from ocnopt.lab.runs import RunError, find_runs
 
@@ -57,7 +58,11 @@ def test_robust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row[1] for row in finding.rows] == list(robust.METHODS)
     rates = {run.config()["optimizer"]["lr"] for run in find_runs([tmp_path])}
     assert rates == {0.6}
-    assert [case.lr for case in (robust.CASES)] == [0.6]
+
+
+def test_robust_has_the_learning_rates_of_the_paper() -> None:
+    rates = {case.dataset: (case.network, case.lr) for case in robust.CASES}
+    assert rates == {"DIGITS": ("fcn", 0.6), "MNIST": ("inception", 1.0), "SVHN": ("inception", 2.0)}
 
 
 def test_ablation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +122,23 @@ def test_complexity_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     check_folder(tmp_path, "complexity", finding)
     assert finding.rows[0][:3] == ["MNIST, cnn", "SGD", "4.0 ms, –"]
     assert finding.rows[3][-1] == "out of memory"
+
+
+def test_feedback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {
+        "data": {"name": "DIGITS", "train_limit": 100, "test_limit": 200},
+        "network": {"name": "cnn", "channels": 2, "hidden": 4},
+        "optimizer": {"name": "ocnopt"},
+        "training": {"epochs": 1},
+    }
+    monkeypatch.setattr(feedback, "_config", lambda bench: parse_run(small))
+    finding = reproduce("feedback", Bench(tmp_path))
+    document = check_folder(tmp_path, "feedback", finding)
+    layers = document["data"]
+    assert isinstance(layers, list)
+    assert [layer["layer"] for layer in layers] == ["2", "5", "7", "11", "13"]
+    assert set(layers[0]["labels"]) == {1, 3, 4, 7, 8, 9}
+    assert all(layer["singular_values"] == sorted(layer["singular_values"], reverse=True) for layer in layers)
 
 
 def test_runs_with_other_settings_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

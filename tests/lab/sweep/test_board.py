@@ -1,5 +1,6 @@
 """Claims: every point is handed out once, whatever happens to the one who holds it."""
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -30,6 +31,24 @@ def test_points_are_handed_out_in_order_and_once(board: Board) -> None:
     assert [c.point for c in claims if c] == POINTS
     assert board.claim(POINTS) is None
     assert standings(board) == ["running"] * len(POINTS)
+
+
+def test_many_at_a_time_get_different_points(storage: str, study: str) -> None:
+    points, boards = points_of(small_recipe()), [Board(storage, study, PULSE) for _ in range(4)]
+    start, claimed = threading.Barrier(len(boards)), []
+
+    def grab(board: Board) -> None:
+        start.wait()
+        while (claim := board.claim(points)) is not None:
+            claimed.append(claim.point.key)
+        board.close()
+
+    threads = [threading.Thread(target=grab, args=(board,)) for board in boards]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(claimed) == sorted(point.key for point in points)
 
 
 def test_a_point_that_is_done_stays_done(board: Board) -> None:

@@ -31,7 +31,7 @@ def run(bench: Bench) -> Finding:
     network.load_state_dict(state["network"])
     network.eval()
     x, y = _pairs(dataset)
-    gains = leading_gains(network, x, y, lr=config.optimizer.lr)
+    gains = leading_gains(network, x, y, lr=config.optimizer.lr)[1:]  # the input of the first layer never changes
     shown = _most_responsive(gains, y)
     figure = bench.folder / "feedback.png"
     figures.draw_gains(figure, x, y, _second_choice(network, x, y), gains, shown)
@@ -42,9 +42,11 @@ def run(bench: Bench) -> Finding:
         headings=("layer", "σ₁", "share of σ₁² in Σσ²", "samples with half of the weight"),
         rows=[_cells(gain) for gain in gains],
         remarks=[
-            "The leading right singular vector of the gain, projected to image space. Red pixels and blue pixels "
-            "push in opposite directions; each row is the test image that takes most part in the vector of the first "
-            "layer among the images of a pair of digits. The paper shows three such images and no numbers."
+            "The leading right singular vector of the gain, projected to image space (δx_max). Each sample's part of "
+            "it is the adjoint of the image times a number, which differs from layer to layer: so the picture is the "
+            "same for all layers up to that number, and the bars show how much of a layer's vector it is. Red and blue "
+            "pixels push in opposite directions. Each line is the image, of a pair of digits, that takes most part in "
+            "the vector of the first layer above. The paper shows three such pictures and no numbers."
         ],
         figures={figure.name: "Images, and the differences that the layers respond to most"},
     )
@@ -107,8 +109,8 @@ def _cells(gain: Gain) -> list[str]:
 def _describe(config: RunConfig, bench: Bench, samples: int, final: dict[str, Any]) -> list[str]:
     options = "".join(f", {key} = {value}" for key, value in config.network.options.items())
     return [
-        f"Scale: {bench.scale}. CNN{options} on {samples} images of MNIST, {config.training.epochs} epochs of "
-        f"OCNOpt at lr = {config.optimizer.lr:g}, seed {config.training.seed}; "
+        f"Scale: {bench.scale}. CNN{options} on {samples} images of {config.data.name}, "
+        f"{config.training.epochs} epochs of OCNOpt at lr = {config.optimizer.lr:g}, seed {config.training.seed}; "
         f"test accuracy {100 * final['test_accuracy']:.2f} %.",
         f"Gains at rank B on {BATCH // 6 * 6} test images of the digits 4, 9, 7, 1, 8, 3, with identity curvature and "
         "β = 1.",

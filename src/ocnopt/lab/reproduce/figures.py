@@ -130,15 +130,18 @@ def draw_complexity(
 
 
 def draw_gains(path: Path, x: Any, y: Any, second: Any, gains: Sequence[Any], shown: Sequence[int]) -> None:
-    """A line per image: the image, then what each layer responds to."""
-    with figure(path, len(shown), 1 + len(gains), 1.5, 1.7) as axes:
+    """A line per image: the image, the difference that the layers respond to, and how much each layer does."""
+    with figure(path, len(shown), 3, 2.2, 2.2) as axes:
         for line, i in zip(axes, shown, strict=True):
-            line[0].imshow(x[i, 0], cmap="gray")
+            line[0].imshow(x[i, 0].numpy(), cmap="gray")
             line[0].set_title(f"a {int(y[i])}, not a {int(second[i])}", fontsize=9)
-            for ax, gain in zip(line[1:], gains, strict=True):
-                picture = gain.image[i].mean(0)
-                limit = float(picture.abs().max()) or 1.0
-                ax.imshow(picture, cmap="RdBu_r", vmin=-limit, vmax=limit)
-                ax.set_title(f"layer {gain.layer}", fontsize=9)
-            for ax in line:
+            picture = gains[0].image[i].mean(0)
+            limit = float(picture.abs().max()) or 1.0
+            line[1].imshow(picture.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit)
+            line[1].set_title("δx_max", fontsize=9)
+            shares = [100 * float(gain.state[i].square().sum()) for gain in gains]  # the vectors have length 1
+            line[2].bar([gain.layer for gain in gains], shares, color=COLORS["ocnopt"])
+            line[2].set_title("share of the vector, %", fontsize=9)
+            line[2].set_xlabel("layer", fontsize=8)
+            for ax in line[:2]:
                 ax.set_axis_off()
