@@ -89,6 +89,9 @@ def join(device: torch.device) -> Iterator[World]:
     if not is_torchrun():
         yield World()
         return
+    if dist.is_initialized():  # somebody outside has met them already
+        yield World(dist.get_rank(), dist.get_world_size())
+        return
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
