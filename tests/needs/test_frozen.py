@@ -48,9 +48,10 @@ def test_thawed_layers_join_the_game(game: dict[str, Any]) -> None:
     assert differ(values(model), values(mlp()))
 
 
+@pytest.mark.parametrize("thaws", [True, False])
 @pytest.mark.parametrize("game", [g for g in SOME_GAMES if g["feedback"] == "nonlinear"], ids=name_of)
-def test_a_path_that_thaws_makes_the_chain_a_fork(game: dict[str, Any]) -> None:
-    """With one of two paths frozen the rest is a chain; afterwards it is none, in the same order of calls."""
+def test_a_fork_with_one_path_frozen_is_a_chain(game: dict[str, Any], thaws: bool) -> None:
+    """The same calls in the same order are a chain before the thaw and none after it, or the other way round."""
 
     class Fork(nn.Module):
         def __init__(self) -> None:
@@ -65,10 +66,12 @@ def test_a_path_that_thaws_makes_the_chain_a_fork(game: dict[str, Any]) -> None:
         torch.manual_seed(0)
         models.append(Fork().double())
     model, twin = models
-    model.right.requires_grad_(False)
+    model.right.requires_grad_(not thaws)
     opt = OCNOpt(model.parameters(), 0.0, model=model, momentum=0.0, **game)
     train(model, opt, batches(1))
-    model.right.requires_grad_(True)
+    opt.zero_grad()
+    for net in models:
+        net.right.requires_grad_(thaws)
     opt.param_groups[0]["lr"] = 1.0
     opt.state.clear()
     fresh = OCNOpt(twin.parameters(), 1.0, model=twin, momentum=0.0, **game)
