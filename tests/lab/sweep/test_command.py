@@ -1,6 +1,8 @@
 """``ocnopt sweep`` as a user types it."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from tests.lab.sweep.recipes import TABLE
 from typer.testing import CliRunner
 
 from ocnopt.lab.cli import make_app
+from ocnopt.lab.sweep import Board
 from ocnopt.lab.toml import dumps
 
 
@@ -38,6 +41,20 @@ def test_sweep_and_again(recipe: str, tmp_path: Path) -> None:
     status, text, _ = sweep(recipe, "--out", out, "--device", "cpu")
     assert "SGDm" in text
     assert "94.35" in text
+
+
+@pytest.mark.slow
+def test_every_process_of_torchrun_is_a_worker(recipe: str, tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = ["-m", "ocnopt.lab", "sweep", recipe, "--seeds", "3", "--device", "cpu", "--json"]
+    command = [*launcher, *arguments, "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (line,) = json.loads(done.stdout)["lines"]  # one document, from one of them
+    assert (line["points"], line["done"]) == (6, 6)
+    board = Board(str(tmp_path / "out" / "sweep.db"), "small")
+    assert len({trial.user_attrs["worker"] for trial in board.trials()}) == 2
+    board.close()
 
 
 def test_failures_are_shown_and_set_the_exit_status(recipe: str, tmp_path: Path) -> None:

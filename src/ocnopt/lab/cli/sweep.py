@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -78,10 +79,17 @@ def command(
             download=download,
         )
         options.points()  # what is wrong with the recipe is said before anything is written
-        lines = summarise(read_recipe(recipe), _run(options, workers, retry_failed, quiet=json_output))
-    _show(lines, options, json_output)
+        entries = _run(options, workers, retry_failed, quiet=json_output or not _speaks())
+        lines = summarise(read_recipe(recipe), entries)
+    if _speaks():
+        _show(lines, options, json_output)
     if any(line.failed for line in lines):
         raise typer.Exit(1)
+
+
+def _speaks() -> bool:
+    """One of the processes of ``torchrun`` is enough."""
+    return not is_torchrun() or os.environ["RANK"] == "0"
 
 
 def _checked(storage: str) -> str:
