@@ -228,8 +228,9 @@ class Tape:
             record = Record(name, module, occurrence, this, _detached(args), _detached(kwargs))
             record.versions = _versions((args, kwargs))
             record.training = module.training
-            record.sinks = _sinks(module)
-            this.sinks += record.sinks
+            own = _sinks(module)
+            this.sinks += own
+            record.sinks = own or this.sinks  # a frozen layer goes by the others
             record.autocast = _autocast_dtype(module)
             if name in self.randomised:
                 record.rng = RNGState.capture(devices_of(module))
@@ -289,12 +290,15 @@ class Tape:
         """Is the input of every layer the whole state?
 
         Not if parameters are used outside the calls that are seen: the change they make shows in no layer's input yet.
+        The same calls may be wired otherwise tomorrow, so a chain is looked at each time; what was not one once is
+        never taken for one again, since only then are outputs kept (from the next pass on) that changes are added up
+        from.
         """
         trained = {n for n, m in self._modules.items() if any(p.requires_grad for p in m.parameters(recurse=False))}
         if not trained <= self._measured & set(order):
             return False
         key = (order, tuple(bool(nodes) for _, nodes in self._graph))
-        if key not in self._chains:
+        if self._chains.get(key, True):
             self._chains[key] = is_chain(self._graph, outputs)
         return self._chains[key]
 

@@ -42,13 +42,14 @@ def finite(tensors: Sequence[Tensor]) -> Tensor:
     for i, t in enumerate(tensors):
         if t.numel():
             places.setdefault((t.device, t.dtype), []).append(i)
-    dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-    largest = [torch.zeros((), dtype=dtype, device=tensors[0].device)] * len(tensors)
-    for chosen in places.values():
-        norms = torch._foreach_norm([tensors[i] for i in chosen], torch.inf)
-        for i, norm in zip(chosen, norms, strict=True):
-            largest[i] = norm.to(largest[0])
-    return torch.stack(largest) < _LARGEST[largest[0].dtype]
+    fine = [torch.ones((), dtype=torch.bool, device=tensors[0].device)] * len(tensors)
+    for (_, dtype), chosen in places.items():
+        largest = torch.stack(torch._foreach_norm([tensors[i] for i in chosen], torch.inf))
+        wide = torch.promote_types(dtype, torch.float32)
+        bounded = largest.to(wide) < _LARGEST[wide]
+        for i, each in zip(chosen, bounded.to(fine[0].device).unbind(), strict=True):
+            fine[i] = each
+    return torch.stack(fine)
 
 
 def masked(tensors: Sequence[Tensor], ok: Tensor) -> list[Tensor]:

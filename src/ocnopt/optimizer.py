@@ -292,8 +292,8 @@ class OCNOpt(Optimizer):
             raise RuntimeError(f"{what} was asked for after the forward pass: run forward and backward again")
         if not passes or passes[0].batch is None:
             raise RuntimeError(
-                f"{what} needs a forward and backward pass of the attached model itself since the last step; "
-                f"none was seen"
+                f"{what} needs a forward and backward pass of the attached model itself since it was asked for and "
+                f"since the last step; none was seen"
             )
         if group["feedback"] == "nonlinear" and passes[0].inputs_changed():
             raise RuntimeError(
@@ -352,9 +352,9 @@ class OCNOpt(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, except that state keeps its precision: float32 averages of bfloat16 weights stay float32."""
         mine = [resolve(g["curvature"]) for g in self.param_groups]
-        theirs = [g["curvature"] for g in state_dict["param_groups"]]
+        theirs = [g.get("curvature") for g in state_dict["param_groups"]]
         for name, curvature in zip(theirs, mine, strict=False):  # another number of groups is torch's to refuse
-            if name not in BY_NAME and name != curvature.name:
+            if name is not None and name not in BY_NAME and name != curvature.name:
                 raise ValueError(f"the checkpoint has curvature {name!r}, this optimizer {curvature.name!r}")
         super().load_state_dict(state_dict)
         for group, curvature in zip(self.param_groups, mine, strict=True):

@@ -50,9 +50,28 @@ def test_the_old_kind_is_right_at_rank_one() -> None:
 @pytest.mark.parametrize("game", SOME_GAMES[1:], ids=name_of)
 def test_the_old_kind_hides_its_layers_and_that_is_said(game: dict[str, Any]) -> None:
     """Reentrant checkpoints run without gradients first; there is no call to read, and the layers fall back by name."""
-    if game["rank"] == 1 and game["curvature"] != "kronecker":
-        run("reentrant", game)
-        return
     with pytest.warns(UserWarning, match=r"block\..*: its calls were not seen") as caught:
         run("reentrant", game)
     assert {str(w.message)[:7] for w in caught if "seen" in str(w.message)} == {"block.0", "block.3"}
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch's, in a pass without gradients
+@pytest.mark.parametrize("curvature", ["identity", "adaptive"])
+def test_the_old_kind_trains_where_the_model_runs_again(curvature: str) -> None:
+    """At rank 1 nobody reads the calls of the hidden layers, but they cannot act when their turn comes: also said."""
+    torch.manual_seed(0)
+    model = Net("reentrant").double()
+    opt = OCNOpt(model.parameters(), 0.1, model=model, feedback="nonlinear", curvature=curvature)
+    start, losses = values(model), train_and_listen(model, opt, 1)
+    assert all(not torch.equal(a, b) for a, b in zip(values(model), start, strict=True))
+    losses += train(model, opt, batches(1) * 30)  # it is said once
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def train_and_listen(model: nn.Module, opt: OCNOpt, steps: int) -> list[float]:
+    with pytest.warns(UserWarning, match="its calls were not seen") as caught:
+        losses = train(model, opt, batches(1) * steps)
+    hidden = {f"block.{i}.{p}" for i in (0, 3) for p in ("weight", "bias")}
+    expected = {f"{n}: its calls were not seen; it acts before the network runs again" for n in hidden}
+    assert {str(w.message) for w in caught if "None of the inputs" not in str(w.message)} == expected
+    return losses

@@ -1,0 +1,61 @@
+"""A checkpoint of a version that did not know all of today's options loads; the rest is as this optimizer has it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from tests.toys import SOME_GAMES, assert_identical, batches, mlp, name_of, state_of, train, values
+
+from ocnopt import OCNOpt
+
+OPTIONS = [o for o in OCNOpt(mlp().parameters()).defaults if o != "lr"]  # no optimizer was ever without a rate
+
+
+def old(opt: OCNOpt, *options: str) -> dict[str, Any]:
+    saved = copy.deepcopy(opt.state_dict())
+    for group in saved["param_groups"]:
+        for option in options:
+            del group[option]
+    return saved
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_has_a_default(option: str) -> None:
+    model, other = mlp(), mlp()
+    opt = OCNOpt(model.parameters(), 0.05, model=model)
+    train(model, opt, batches(2))
+    other.load_state_dict(model.state_dict())
+    new = OCNOpt(other.parameters(), model=other)
+    new.load_state_dict(old(opt, option))
+    assert all(group[option] == new.defaults[option] for group in new.param_groups)
+    assert new.param_groups[0]["lr"] == 0.05
+    train(model, opt, batches(2))
+    train(other, new, batches(2))
+    assert_identical(values(model), values(other))
+    assert_identical(state_of(opt), state_of(new))
+
+
+@pytest.mark.parametrize("game", SOME_GAMES, ids=name_of)
+def test_the_default_is_what_this_optimizer_was_made_with(game: dict[str, Any]) -> None:
+    """Several groups, several options at once."""
+    runs = []
+    for lost in ([], ["clamp", "ekfac", "decay"]):
+        model = mlp()
+        groups = [{"params": list(model[:2].parameters())}, {"params": list(model[2].parameters()), "lr": 0.02}]
+        opt = OCNOpt(groups, 0.05, model=model, clamp=False, ekfac=False, decay=0.5, **game)
+        train(model, opt, batches(2))
+        opt.load_state_dict(old(opt, *lost))
+        train(model, opt, batches(2))
+        assert [g["clamp"] for g in opt.param_groups] == [False, False]
+        assert [g["lr"] for g in opt.param_groups] == [0.05, 0.02]
+        runs.append((values(model), state_of(opt)))
+    assert_identical(*runs)
+
+
+def test_an_option_it_has_is_kept() -> None:
+    model, other = mlp(), mlp()
+    new = OCNOpt(other.parameters())
+    new.load_state_dict(old(OCNOpt(model.parameters(), clamp=False, gauss_newton=0.3), "decay"))
+    assert (new.param_groups[0]["clamp"], new.param_groups[0]["gauss_newton"]) == (False, 0.3)
