@@ -8,8 +8,10 @@ from ocnopt.lab.sweep import SweepOptions
 from ocnopt.lab.sweep.storage import Pulse
 from ocnopt.lab.toml import dumps
 
-#: the database counts whole seconds
-PULSE = Pulse(interval=1, grace=3)
+#: for tests in which somebody dies: as short as a busy machine allows
+PULSE = Pulse(interval=1, grace=6)
+#: for tests in which nobody dies, however slow the machine
+PATIENT = Pulse(interval=1, grace=600)
 
 TABLE: dict[str, Any] = {
     "title": "WINE, small",

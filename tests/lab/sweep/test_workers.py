@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from optuna.trial import TrialState
 from tests.lab.sweep.conftest import Server
-from tests.lab.sweep.recipes import PULSE, small_recipe, small_sweep
+from tests.lab.sweep.recipes import PATIENT, PULSE, small_recipe, small_sweep
 
 from ocnopt.lab.runs import Record, RunFolder, find_runs
 from ocnopt.lab.sweep import Board, Standing, SweepOptions, points_of, run_sweep, work
@@ -90,7 +90,7 @@ def test_crew_replaces_a_worker_that_was_killed(tmp_path: Path, study: str) -> N
 
 
 def test_stop_and_resume(tmp_path: Path, storage: str, study: str) -> None:
-    board, begun = Board(storage, study, PULSE), []
+    board, begun = Board(storage, study, PATIENT), []
 
     def interrupted(run: RunFolder) -> Record:
         begun.append(run.name)
@@ -99,24 +99,24 @@ def test_stop_and_resume(tmp_path: Path, storage: str, study: str) -> None:
         return pretend(run)
 
     with pytest.raises(KeyboardInterrupt):
-        work(board, POINTS, tmp_path, interrupted, pulse=PULSE)
+        work(board, POINTS, tmp_path, interrupted, pulse=PATIENT)
     assert [e.standing.value for e in board.survey(POINTS)] == ["done", "open", "open", "open"]
-    work(board, POINTS, tmp_path, interrupted, pulse=PULSE)
+    work(board, POINTS, tmp_path, interrupted, pulse=PATIENT)
     assert Counter(begun) == {p.key: 1 + (i == 1) for i, p in enumerate(POINTS)}
-    work(board, POINTS, tmp_path, interrupted, pulse=PULSE)
+    work(board, POINTS, tmp_path, interrupted, pulse=PATIENT)
     assert len(begun) == 5
     board.close()
 
 
 def test_failed_trials_keep_their_error_and_the_others_go_on(tmp_path: Path, study: str) -> None:
-    board = Board(str(tmp_path / "sweep.db"), study, PULSE)
+    board = Board(str(tmp_path / "sweep.db"), study, PATIENT)
 
     def fails_once(run: RunFolder) -> Record:
         if run.name == POINTS[1].key:
             raise ValueError("too wide")
         return pretend(run)
 
-    work(board, POINTS, tmp_path, fails_once, pulse=PULSE)
+    work(board, POINTS, tmp_path, fails_once, pulse=PATIENT)
     entries = board.survey(POINTS)
     assert [e.standing.value for e in entries] == ["done", "failed", "done", "done"]
     assert entries[1].error == "ValueError: too wide"
@@ -141,7 +141,7 @@ def test_signs_of_life_keep_a_long_trial(tmp_path: Path, study: str) -> None:
 
 
 def test_database_that_is_restarted_during_a_trial(tmp_path: Path, postgresql: Server, study: str) -> None:
-    board = Board(postgresql.url, study, PULSE)
+    board = Board(postgresql.url, study, PATIENT)
     starter = threading.Timer(1.0, postgresql.start)
 
     def unplug(run: RunFolder) -> Record:
@@ -149,7 +149,7 @@ def test_database_that_is_restarted_during_a_trial(tmp_path: Path, postgresql: S
         starter.start()
         return pretend(run)
 
-    work(board, POINTS[:1], tmp_path, unplug, pulse=PULSE)
+    work(board, POINTS[:1], tmp_path, unplug, pulse=PATIENT)
     starter.join()
     assert [t.state for t in board.trials()] == [TrialState.COMPLETE]
     board.close()
