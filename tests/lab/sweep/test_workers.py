@@ -76,7 +76,7 @@ def test_crew_replaces_a_worker_that_was_killed(tmp_path: Path, study: str) -> N
     killed: list[int] = []
 
     def kill_one(entries: Sequence[Entry]) -> None:
-        if not killed and any(entry.standing is Standing.RUNNING for entry in entries):
+        if not killed and any(entry.standing is not Standing.OPEN for entry in entries):
             pid = multiprocessing.active_children()[0].pid
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
