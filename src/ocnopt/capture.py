@@ -268,10 +268,13 @@ class Tape:
         return hook
 
     def _arrival(self, record: Record, i: int, out: Tensor) -> Callable[[Tensor], None]:
-        """The hook of output i. ``out`` shares its memory: an in-place activation after the layer overwrites it."""
-        add, version = _adder(record.h, i, record.sinks), out._version
-        compared = self.need().states and not self._chain
-        kept = (out if record.name in self._left_alone else out.clone()) if compared else None
+        """The hook of output i. ``out`` shares its memory: an in-place activation after the layer overwrites it.
+
+        In a chain outputs are not compared, and nothing here holds on to them.
+        """
+        add, keep = _adder(record.h, i, record.sinks), None
+        if self.need().states and not self._chain:
+            keep = self._keeper(record, i, out)
 
         def hook(h: Tensor) -> None:
             if not _trains(record.sinks):
@@ -279,12 +282,22 @@ class Tape:
             if not record.h:
                 self.records.append(record)
             add(h)
-            overwritten = out._version != version
-            (self._left_alone.discard if overwritten else self._left_alone.add)(record.name)
-            if kept is not None and not (overwritten and kept is out):
-                record.outputs[i] = kept
+            if keep is not None:
+                keep()
 
         return hook
+
+    def _keeper(self, record: Record, i: int, out: Tensor) -> Callable[[], None]:
+        """Keeps the output as it was: a copy, until it is known that nobody overwrites it."""
+        version, kept = out._version, out if record.name in self._left_alone else out.clone()
+
+        def keep() -> None:
+            overwritten = out._version != version
+            (self._left_alone.discard if overwritten else self._left_alone.add)(record.name)
+            if not (overwritten and kept is out):
+                record.outputs[i] = kept
+
+        return keep
 
     def _is_chain(self, order: tuple[str, ...], outputs: list[Any]) -> bool:
         """Is the input of every layer the whole state?

@@ -52,6 +52,12 @@ def finite(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(fine)
 
 
+def sums_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """``[n]`` booleans on the device of the first: is the sum of each finite? The cheapest look at large tensors."""
+    sums = [t.float().sum() if t.itemsize < 4 else t.sum() for t in tensors]
+    return torch.stack([torch.isfinite(s).to(tensors[0].device) for s in sums])
+
+
 def masked(tensors: Sequence[Tensor], ok: Tensor) -> list[Tensor]:
     """Copies that are all zero where ``ok`` (0 or 1) is 0, whatever was in them.
 

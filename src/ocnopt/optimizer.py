@@ -288,13 +288,13 @@ class OCNOpt(Optimizer):
                 f"{what} needs exactly one forward pass of the attached model in each step, but {len(passes)} calls "
                 f"contributed to the gradients; call zero_grad() between steps, or use feedback='linear' with rank=1"
             )
-        if group["feedback"] == "nonlinear" and passes and passes[0].environment is None:
-            raise RuntimeError(f"{what} was asked for after the forward pass: run forward and backward again")
         if not passes or passes[0].batch is None:
             raise RuntimeError(
                 f"{what} needs a forward and backward pass of the attached model itself since it was asked for and "
                 f"since the last step; none was seen"
             )
+        if group["feedback"] == "nonlinear" and passes[0].environment is None:
+            raise RuntimeError(f"{what} was asked for after the forward pass: run forward and backward again")
         if group["feedback"] == "nonlinear" and passes[0].inputs_changed():
             raise RuntimeError(
                 f"{what} runs the model again, but its input was changed in place since the forward pass"

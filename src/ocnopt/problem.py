@@ -18,7 +18,7 @@ from ocnopt.forms import Forms, gradient_of
 from ocnopt.groups import Groups
 from ocnopt.layers.base import compute_dtype
 from ocnopt.linalg import full_precision
-from ocnopt.multi import finite
+from ocnopt.multi import finite, sums_finite
 from ocnopt.players import Player
 
 
@@ -197,10 +197,14 @@ def pose(
     buckets.
     """
     device = players[0].params[0].device
-    # adjoints too: somebody may have repaired p.grad since
-    checked = [(p.name, gradient_of(q)) for p in players for q in p.params]
-    checked += [(record.name, h) for record in records for h in record.h.values()]
-    fine = finite([t for _, t in checked])
+    # adjoints too: somebody may have repaired p.grad since. Where they are squared, they must not overflow either
+    squared = groups.rank > 1 or any(p.curvature.needs_model for p in players)
+    adjoints = [(r.name, h) for r in records for h in (r.h if squared else r.d).values()]
+    checked = [p.name for p in players for _ in p.params] + [name for name, _ in adjoints]
+    fine = finite([gradient_of(q) for p in players for q in p.params])
+    if adjoints:
+        look = finite if squared else sums_finite
+        fine = torch.cat([fine, look([h for _, h in adjoints]).to(device)])
     ok = fine.all()
     if loss is not None:
         ok = ok & torch.isfinite(loss.detach()).all().to(device)
@@ -239,7 +243,7 @@ def pose(
                 ok=ok.to(params[0].device, compute_dtype(params[0].dtype)),
             )
         )
-    return Problem(players, stages, buckets, groups, fractions, ok.to(dtype), fine, [name for name, _ in checked])
+    return Problem(players, stages, buckets, groups, fractions, ok.to(dtype), fine, checked)
 
 
 def _stop_clocks(players: Sequence[Player], state: Mapping[Tensor, dict[str, Any]]) -> None:

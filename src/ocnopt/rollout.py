@@ -45,6 +45,7 @@ class Nonlinear(capture.Rollout):
         self.stage_of, self.act, self.predict = stage_of, act, predict
         self.s = torch.zeros_like(sign)
         self.done: set[int] = set()
+        self._running: Record | None = None
         self._into: Tensor | None = None
         self._acted: tuple[int, Tensor] | None = None
 
@@ -64,6 +65,9 @@ class Nonlinear(capture.Rollout):
         record = self._record(name, occurrence)
         now = [t for t in inputs if t.is_floating_point()]
         self._into = None if record is None else self._change(record.d, dict(enumerate(record.inputs)), now)
+        if record is not None:  # its memory is wanted by the layers to come
+            record.d, record.inputs, record.args, record.kwargs = {}, [], (), {}
+        self._running = record
         if self.chain and self._into is not None:
             self.s = self._into
         elif self.chain:
@@ -76,10 +80,11 @@ class Nonlinear(capture.Rollout):
             self._predict()
 
     def after(self, name: str, occurrence: int, outputs: list[Tensor]) -> None:
-        record = None if self.chain else self._record(name, occurrence)
-        if record is None:
+        record, self._running = self._running, None
+        if self.chain or record is None:
             return
         out = self._change(record.h, record.outputs, outputs)
+        record.outputs = {}
         if out is not None and self._into is not None:
             self.s = self.s + out - self._into
         else:
@@ -110,11 +115,14 @@ class Nonlinear(capture.Rollout):
         for i, adjoint in adjoints.items():
             if i not in before or i >= len(now) or now[i].shape != adjoint.shape:
                 return None
-            terms = adjoint.to(total.dtype) * (now[i].to(total.dtype) - before[i].to(total.dtype))
+            delta = now[i].to(total.dtype) - before[i].to(total.dtype)
             if self.groups.rank == 1:
-                total = total + terms.sum()
-            elif terms.shape[:1] == (self.groups.batch,):
-                total = total + self.groups.sum(terms.reshape(self.groups.batch, -1).sum(1))
+                total = total + torch.dot(adjoint.to(total.dtype).reshape(-1), delta.reshape(-1))
+            elif delta.shape[:1] == (self.groups.batch,):
+                rows = (self.groups.batch, -1)
+                total = total + self.groups.sum(
+                    torch.linalg.vecdot(adjoint.to(total.dtype).reshape(rows), delta.reshape(rows))
+                )
             else:
                 return None
         return total * self.sign
