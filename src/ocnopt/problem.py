@@ -198,8 +198,8 @@ def pose(
     """
     device = players[0].params[0].device
     # adjoints too: somebody may have repaired p.grad since. Where they are squared, they must not overflow either
-    squared = groups.rank > 1 or any(p.curvature.needs_model for p in players)
-    adjoints = [(r.name, h) for r in records for h in (r.h if squared else r.d).values()]
+    squared = any(p.curvature.needs_model for p in players)
+    adjoints = [(r.name, h) for r in records for h in (r.h if squared or groups.rank > 1 else r.d).values()]
     checked = [p.name for p in players for _ in p.params] + [name for name, _ in adjoints]
     fine = finite([gradient_of(q) for p in players for q in p.params])
     if adjoints:
