@@ -101,6 +101,7 @@ def test_a_folder_is_created_once(tmp_path: Path) -> None:
 def test_a_checkpoint_is_replaced_as_a_whole(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", {})
     folder.save_checkpoint({"x": torch.arange(3), "step": 1})
+    assert {path.name for path in folder.path.iterdir()} == {"config.toml", "checkpoint.pt"}
     with pytest.raises(TypeError):
         folder.save_checkpoint({"x": (i for i in range(3))})  # a crash while writing
     state = folder.load_checkpoint()
@@ -117,11 +118,12 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_runs_are_found_below_a_folder_and_once(tmp_path: Path) -> None:
+def test_runs_are_found_below_a_folder_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     for name in ("b", "a", "c/d"):
         RunFolder.create(tmp_path / name, {"label": name})
     (tmp_path / "empty").mkdir()
-    found = find_runs([tmp_path, tmp_path / "c"])
+    found = find_runs([tmp_path, "c"])
     assert [f.config()["label"] for f in found] == ["a", "b", "c/d"]
     with pytest.raises(RunError, match="no folder"):
         find_runs([tmp_path / "nowhere"])

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from tests.lab.small import create, small_run, small_table
+from tests.lab.two_processes import normed
 
-from ocnopt.lab import toml
+from ocnopt.lab import data, toml
 from ocnopt.lab.runs import Record, RunFolder
 from ocnopt.lab.settings import parse_spec
+from ocnopt.lab.trainer import evaluate
 from ocnopt.lab.training import train
 
 SCRIPT = Path(__file__).with_name("two_processes.py")
@@ -57,6 +59,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Together:
     config.write_text(toml.dumps(small_table()))
     commands = [[str(config), "--optimizer", each, "--out", str(folder / each)] for each in (*SHARED, REFUSED)]
     commands.append(["--resume", str(stopped_alone(folder / "resumed").path)])
+    commands.append([str(config), "--network", "normed", "--out", str(folder / "normed")])
     (folder / "commands").write_text("".join(f"{json.dumps(command)}\n" for command in commands))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     process = subprocess.Popen(
@@ -110,13 +113,24 @@ def test_two_processes_go_on_with_what_one_has_begun(together: Together, tmp_pat
     assert_same(two, one)
 
 
+def test_all_processes_evaluate_the_network_of_the_main_process(together: Together) -> None:
+    """Running statistics differ between the processes, and it is those of the main one that are saved."""
+    folder = RunFolder(together.folder / "normed")
+    dataset = data.load("WINE")
+    network = normed(dataset.input_shape, 3)
+    network.load_state_dict((folder.load_checkpoint() or {})["network"])
+    loss, accuracy = evaluate(network, dataset.test)
+    assert folder.metrics("epoch")[-1]["test_loss"] == pytest.approx(loss, rel=1e-5)
+    assert folder.metrics("epoch")[-1]["test_accuracy"] == pytest.approx(accuracy)
+
+
 def test_only_the_main_process_prints(together: Together) -> None:
     decoder, text, documents = json.JSONDecoder(), together.output.strip(), list[Any]()
     while text:
         document, end = decoder.raw_decode(text)
         documents.append(document)
         text = text[end:].strip()
-    assert [document["config"]["optimizer"]["name"] for document in documents] == ["sgdm", "ocnopt", "sgdm"]
+    assert [document["config"]["optimizer"]["name"] for document in documents] == ["sgdm", "ocnopt", "sgdm", "sgdm"]
 
 
 def test_who_looks_at_layers_and_samples_is_refused(together: Together) -> None:

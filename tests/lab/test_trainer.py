@@ -18,7 +18,8 @@ from ocnopt.lab import data, models
 from ocnopt.lab.config import RunConfig
 from ocnopt.lab.runs import Record, RunError, RunFolder
 from ocnopt.lab.schema import ConfigError
-from ocnopt.lab.trainer import Stopwatch, Trainer
+from ocnopt.lab.tensorboard import TensorBoard
+from ocnopt.lab.trainer import Stopwatch, Trainer, evaluate
 from ocnopt.lab.training import load_data, train
 from ocnopt.lab.world import World
 
@@ -144,6 +145,17 @@ def test_a_validation_part_is_evaluated_beside_the_test_part() -> None:
     assert memory.of("epoch")[-1]["validation_accuracy"] == pytest.approx(right.double().mean().item())
 
 
+def test_processes_share_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, memory = run(small_run())
+    monkeypatch.setattr("ocnopt.lab.trainer._EVALUATION", 7)
+    monkeypatch.setattr(World, "sum", lambda self, numbers: numbers)
+    parts = [evaluate(trainer.network, trainer.data.test, World(rank, 3)) for rank in range(3)]
+    assert all(accuracy > 0 for _, accuracy in parts)
+    loss, accuracy = (sum(values) for values in zip(*parts, strict=True))
+    assert loss == pytest.approx(memory.of("epoch")[-1]["test_loss"])
+    assert accuracy == pytest.approx(memory.of("epoch")[-1]["test_accuracy"])
+
+
 def test_a_network_that_computes_nothing_any_more_ends_the_run() -> None:
     trainer, memory = run(small_run({"name": "sgdm", "lr": 1e38}, epochs=5))
     assert len(memory.of("epoch")) == 1
@@ -196,9 +208,9 @@ class Stop(Exception):
     """What happens in the middle of a run."""
 
 
-def stop_at(step: int) -> Any:
+def stop_at(step: int, kind: str = "step") -> Any:
     def listen(record: Record) -> None:
-        if record["kind"] == "step" and record["step"] == step:
+        if record["kind"] == kind and record["step"] == step:
             raise Stop
 
     return listen
@@ -209,9 +221,10 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(key: str, tmp_path: Path) -> Non
     config = small_run(OPTIMIZERS[key], checkpoint_every=2, schedule="cosine")
     whole, parts = create(tmp_path / "whole", config), create(tmp_path / "parts", config)
     final = train(whole)
-    for step in (1, 5, 9):  # before the first checkpoint, inside the first epoch, inside the second
+    # before the first checkpoint, inside the first epoch, at its end before it is saved, inside the second
+    for moment in (stop_at(1), stop_at(5), stop_at(6, "epoch"), stop_at(9)):
         with pytest.raises(Stop):
-            train(parts, listen=stop_at(step))
+            train(parts, listen=moment)
     again = train(parts)
     assert without_seconds(parts.metrics()) == without_seconds(whole.metrics())
     assert {**again, "seconds": 0} == {**final, "seconds": 0}
@@ -219,6 +232,35 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(key: str, tmp_path: Path) -> Non
     assert ours is not None
     assert theirs is not None
     assert all(torch.equal(ours["network"][name], theirs["network"][name]) for name in theirs["network"])
+
+
+def noisy(input_shape: tuple[int, ...], classes: int) -> nn.Sequential:
+    """A network that draws random numbers and keeps running statistics."""
+    n = math.prod(input_shape)
+    return nn.Sequential(nn.Linear(n, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, classes))
+
+
+def test_dropout_and_batch_norm_go_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(models.NETWORKS, "noisy", noisy)
+    table = small_table({"name": "sgdm"}, checkpoint_every=2)
+    table["network"] = {"name": "noisy"}
+    whole, parts = (RunFolder.create(tmp_path / name, table) for name in ("whole", "parts"))
+    torch.manual_seed(1)
+    train(whole)
+    torch.manual_seed(2)
+    with pytest.raises(Stop):
+        train(parts, listen=stop_at(5))
+    torch.manual_seed(3)
+    train(parts)
+    assert without_seconds(parts.metrics()) == without_seconds(whole.metrics())
+
+    state = whole.load_checkpoint()
+    assert state is not None
+    network, test = noisy((13,), 3), data.load("WINE").test
+    network.load_state_dict(state["network"])
+    with torch.no_grad():
+        loss = cross_entropy(network.eval()(test.x), test.y).item()
+    assert whole.metrics("epoch")[-1]["test_loss"] == pytest.approx(loss, rel=1e-5)
 
 
 def test_a_run_is_saved_at_the_end_of_each_epoch_unless_told_otherwise(tmp_path: Path) -> None:
@@ -250,10 +292,11 @@ def test_who_listens_hears_what_is_written(tmp_path: Path) -> None:
 
 def test_losses_that_are_not_finite_are_null(tmp_path: Path) -> None:
     folder = create(tmp_path / "run", small_run({"name": "sgdm", "lr": 1e38}))
-    final = train(folder)
+    heard: list[Record] = []
+    final = train(folder, listen=heard.append)
     assert final["diverged"] is True
     assert final["train_loss"] is None
-    assert folder.final() == final
+    assert folder.final() == final == heard[-1]
     assert folder.metrics("epoch")[-1]["test_loss"] is None
 
 
@@ -288,6 +331,12 @@ def test_tensorboard_on_request(tmp_path: Path) -> None:
     assert [value for _, value in losses] == pytest.approx([value for _, value in written])
     tags = set(events.Tags()["scalars"])
     assert {"step/lr", "epoch/test_accuracy", "layers/1/trace"} <= tags
+    board = TensorBoard(tmp_path / "nulls", 0)  # what is not finite is left out
+    board.write({"kind": "layers", "step": 1, "layers": [{"name": "1", "trace": None, "s": 2.0}]})
+    board.close()
+    nulls = EventAccumulator(str(tmp_path / "nulls"))
+    nulls.Reload()
+    assert nulls.Tags()["scalars"] == ["layers/1/s"]
     plain = create(tmp_path / "plain", small_run())
     train(plain)
     assert not (plain.path / "tensorboard").exists()

@@ -8,7 +8,7 @@ from typing import Any
 from ocnopt.lab.runs import Record
 
 # what is no curve
-_NOT_DRAWN = ("kind", "step", "epoch", "layers", "diverged")
+_NOT_DRAWN = ("kind", "step", "epoch", "layers", "diverged", "name")
 
 
 class TensorBoard:
@@ -23,13 +23,14 @@ class TensorBoard:
 
     def write(self, record: Record) -> None:
         self._step = record.get("step", self._step)
-        for key, value in record.items():
-            if key not in _NOT_DRAWN and value is not None:
-                self._writer.add_scalar(f"{record['kind']}/{key}", value, self._step)
+        self._draw(record["kind"], record)
         for layer in record.get("layers", ()):
-            for key, value in layer.items():
-                if key != "name":
-                    self._writer.add_scalar(f"layers/{layer['name']}/{key}", value, self._step)
+            self._draw(f"layers/{layer['name']}", layer)
+
+    def _draw(self, prefix: str, values: Record) -> None:
+        for key, value in values.items():
+            if key not in _NOT_DRAWN and value is not None:
+                self._writer.add_scalar(f"{prefix}/{key}", value, self._step)
 
     def close(self) -> None:
         self._writer.close()
