@@ -57,7 +57,11 @@ def test_every_process_of_torchrun_is_a_worker(recipe: str, tmp_path: Path) -> N
     board.close()
 
 
-def test_failures_are_shown_and_set_the_exit_status(recipe: str, tmp_path: Path) -> None:
+def test_failures_are_shown_and_set_the_exit_status(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("OCNOPT_DATA", "OCNOPT_CACHE"):  # wherever the data may be at hand, here it is not
+        monkeypatch.setenv(place, str(tmp_path / "nothing"))
     missing = Path(recipe).read_text().replace("WINE", "MNIST")
     Path(recipe).write_text(missing)
     status, text, _ = sweep(recipe, "--out", str(tmp_path), "--device", "cpu", "--data-dir", str(tmp_path), "--json")
