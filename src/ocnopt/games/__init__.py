@@ -1,0 +1,1 @@
+"""Networks that are not chains, as dynamic games between their layers."""
