@@ -1,0 +1,168 @@
+"""NeuralODE: a module whose output is the solution of dx/dt = F(t, x, θ), eq. (node) of the paper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ocnopt.ode import times as time
+from ocnopt.ode.field import Evaluations, Field, State, as_tuple
+from ocnopt.ode.solver import METHODS, WITHOUT_GRADIENT, Adjoint, Solver, check_finite, checkpointed, named_failures
+
+GRADIENTS = ("adjoint", "discretize")
+
+
+class NeuralODE(nn.Module):
+    """Solves dx/dt = field(t, x) from the input at the first time to the output at the last one.
+
+    Args:
+        field: F, a module that is called as ``field(t, x)`` and returns dx/dt in the shape of ``x``. The state is a
+            tensor, or a tuple of tensors if the block is called with one; samples are dimension 0.
+        t: the time interval, or more times if the states in between are wanted, increasing or decreasing.
+        solver: any method of the installed torchdiffeq: ``"dopri5"`` (Runge-Kutta 4(5)), ``"implicit_adams"``
+            (Adams-Moulton), ``"rk4"``, ...
+        rtol, atol: tolerances of the adaptive solvers.
+        gradient: ``"adjoint"`` solves the adjoint equation backward in time: memory does not grow with the number of
+            steps, the gradient is as exact as the tolerance. ``"discretize"`` differentiates the solver's steps: the
+            exact gradient of what was computed, with all steps in memory.
+        checkpoints: with ``"discretize"``, the number of segments that are computed again in the backward pass, one at
+            a time: memory is that of one segment and the states between them, time one more forward solve.
+        options: passed to torchdiffeq as it is (``step_size``, ``min_step``, ``max_num_steps``, ``norm``, ...).
+        adjoint_options, adjoint_solver, adjoint_rtol, adjoint_atol: the same for the adjoint solve, if different.
+            ``adjoint_options={"norm": "seminorm"}`` leaves the gradient of the parameters out of the error estimate,
+            which saves steps.
+        all_times: return the states at all times, stacked in dimension 0, instead of the last one.
+    """
+
+    def __init__(
+        self,
+        field: nn.Module,
+        t: time.Times = (0.0, 1.0),
+        solver: str = "dopri5",
+        rtol: float = 1e-5,
+        atol: float = 1e-5,
+        gradient: str = "adjoint",
+        checkpoints: int | None = None,
+        *,
+        options: Mapping[str, Any] | None = None,
+        adjoint_options: Mapping[str, Any] | None = None,
+        adjoint_solver: str | None = None,
+        adjoint_rtol: float | None = None,
+        adjoint_atol: float | None = None,
+        all_times: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_field(field)
+        _check_choice("solver", solver, METHODS)
+        _check_choice("gradient", gradient, GRADIENTS)
+        if adjoint_solver is not None:
+            _check_choice("adjoint_solver", adjoint_solver, METHODS)
+        tolerances = {"rtol": rtol, "atol": atol, "adjoint_rtol": adjoint_rtol, "adjoint_atol": adjoint_atol}
+        _check_tolerances(tolerances)
+        adjoint = {
+            "adjoint_options": None if adjoint_options is None else dict(adjoint_options),
+            "adjoint_method": adjoint_solver,
+            "adjoint_rtol": adjoint_rtol,
+            "adjoint_atol": adjoint_atol,
+        }
+        self.field = field
+        self.gradient, self.checkpoints, self.all_times = gradient, checkpoints, all_times
+        self.solver = Solver(solver, rtol, atol, options, adjoint)
+        self.nfe = Evaluations()
+        self.known_as: str | None = None  # its name in the model that an optimizer watches
+        self._t = time.checked(t)
+        self._check_gradient(gradient, {k: v for k, v in adjoint.items() if v is not None}, checkpoints)
+
+    def _check_gradient(self, gradient: str, adjoint: Mapping[str, Any], checkpoints: int | None) -> None:
+        if gradient == "discretize" and self.solver.method in WITHOUT_GRADIENT:
+            raise ValueError(f"solver={self.solver.method!r} runs outside torch: it needs gradient='adjoint'")
+        if gradient == "discretize" and adjoint:
+            raise ValueError(f"{next(iter(adjoint))} is about the adjoint solve, which gradient='discretize' has not")
+        if checkpoints is None:
+            return
+        _check_count("checkpoints", checkpoints)
+        if gradient != "discretize":
+            raise ValueError("checkpoints are for gradient='discretize': the adjoint method keeps no steps")
+        why = time.why_not_checkpointed(self._t, checkpoints, self.solver.options, self.solver.adaptive)
+        if why is not None:
+            raise ValueError(why)
+
+    @property
+    def t(self) -> tuple[float, ...]:
+        """The times, the first and the last of which bound the interval."""
+        return self._t
+
+    def forward(self, x: State, t: time.Times | None = None, all_times: bool | None = None) -> State:
+        """x at the last time, or at all of them. ``t`` and ``all_times`` replace those of the block for this call."""
+        _check_state(x)
+        times = self.t if t is None else time.checked(t)
+        states = self._solve(x, times)
+        if self.all_times if all_times is None else all_times:
+            return states
+        return states[-1] if isinstance(states, Tensor) else tuple(part[-1] for part in states)
+
+    def _solve(self, x: State, times: tuple[float, ...]) -> State:
+        F, at = Field(self.field, self.nfe), time.on_device(times, as_tuple(x)[0])
+        if torch.is_grad_enabled() and self.gradient == "adjoint":
+            parts = as_tuple(x)
+            tupled = not isinstance(x, Tensor)
+            found = Adjoint.apply(self.solver, F, self.name, at, len(parts), tupled, *parts, *self.field.parameters())  # type: ignore[no-untyped-call]
+            states: State = found if tupled else found[0]
+        else:
+            with named_failures(self.name, F, "forward"):
+                if torch.is_grad_enabled() and self.checkpoints is not None:
+                    states = checkpointed(self.solver, F, x, at, self._segments(times, at))
+                else:
+                    states = self.solver.plain(F, x, at)
+        check_finite(self.name, F, "forward", states, lambda: self.solver.plain(F, x, at))
+        return states
+
+    def _segments(self, times: tuple[float, ...], like: Tensor) -> list[Tensor]:
+        assert self.checkpoints is not None
+        options, adaptive = self.solver.options or {}, self.solver.adaptive
+        why = time.why_not_checkpointed(times, self.checkpoints, options, adaptive)
+        if why is not None:
+            raise ValueError(f"{self.name}: {why}")
+        pieces = time.segments(times, self.checkpoints, options.get("step_size"), adaptive)
+        return [time.on_device(piece, like) for piece in pieces]
+
+    @property
+    def name(self) -> str:
+        """As errors call the block: its name in the watched model, or else what it is made of."""
+        return self.known_as or f"NeuralODE({type(self.field).__name__})"
+
+    def extra_repr(self) -> str:
+        t = f"t={self.t}" if len(self.t) == 2 else f"t=({self.t[0]}, ..., {self.t[-1]}), {len(self.t)} times"
+        return f"{t}, solver={self.solver.method!r}, gradient={self.gradient!r}"
+
+
+def _check_field(field: Any) -> None:
+    if not isinstance(field, nn.Module):
+        raise TypeError(f"field must be a torch.nn.Module that is called as field(t, x), got {type(field).__name__}")
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number ≥ 1, got {value!r}")
+
+
+def _check_tolerances(tolerances: Mapping[str, Any]) -> None:
+    for name, value in tolerances.items():
+        if value is None and name.startswith("adjoint"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise ValueError(f"{name} must be a number > 0, got {value!r}")
+
+
+def _check_state(x: Any) -> None:
+    parts = x if isinstance(x, tuple) else (x,)
+    if not parts or not all(isinstance(part, Tensor) and part.is_floating_point() for part in parts):
+        raise TypeError(f"the state must be a floating-point tensor or a tuple of them, got {type(x).__name__}")
