@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ocnopt.chain import Ends, is_chain
 from ocnopt.environment import Autocast, Environment
+from ocnopt.hosts import Execution, Host
 from ocnopt.layers.base import Call
 from ocnopt.rng import RNGState
 from ocnopt.trees import mapped, tensors
@@ -59,6 +60,13 @@ class Pass:
     def outputs_changed(self) -> bool:
         return self.output_versions != _versions(self.outputs)
 
+    def change(self, outputs: Sequence[Tensor]) -> Tensor | None:
+        """⟨∂L/∂x_K, δx_K⟩ of the outputs of another pass, or ``None`` where the two cannot be compared."""
+        if len(outputs) != len(self.outputs) or self.outputs_changed():
+            return None
+        terms = [(D.double() * (outputs[i].double() - self.outputs[i].double())).sum() for i, D in self.D.items()]
+        return torch.stack(terms).sum() if terms else None
+
 
 @dataclass
 class Record:
@@ -80,6 +88,17 @@ class Record:
     d: dict[int, Tensor] = field(default_factory=dict)  # gradient through this very edge, by input
     outputs: dict[int, Tensor] = field(default_factory=dict)
     h: dict[int, Tensor] = field(default_factory=dict)  # ∂L/∂output, by output
+    inner: Mapping[str, list[Call]] | None = None  # calls of the layers inside a host, where it was asked
+
+    def calls(self, path: str) -> list[Call]:
+        """Of the module itself, or of the layer of that name inside it."""
+        if not path:
+            return [self.call()]
+        return [] if self.inner is None else self.inner.get(path, [])
+
+    def execution(self) -> Execution:
+        """As the host sees it that the record is about."""
+        return Execution(self.args, self.kwargs, self.outputs, self.h, self.autocast)
 
     def call(self) -> Call:
         """As the layer's adapter sees it. Only for records whose (first) output an adjoint arrived at."""
@@ -270,10 +289,11 @@ class Tape:
     def _arrival(self, record: Record, i: int, out: Tensor) -> Callable[[Tensor], None]:
         """The hook of output i. ``out`` shares its memory: an in-place activation after the layer overwrites it.
 
-        In a chain outputs are not compared, and nothing here holds on to them.
+        In a chain outputs are not compared, and nothing here holds on to them; a host will ask for its own.
         """
         add, keep = _adder(record.h, i, record.sinks), None
-        if self.need().states and not self._chain:
+        need = self.need()
+        if (need.states and not self._chain) or (need.calls and isinstance(record.module, Host)):
             keep = self._keeper(record, i, out)
 
         def hook(h: Tensor) -> None:

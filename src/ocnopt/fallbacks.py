@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
+from ocnopt import hosts
 from ocnopt.capture import Tape
 from ocnopt.curvature import BY_NAME
 from ocnopt.forms import Calls
@@ -22,14 +25,36 @@ class Fallbacks:
         self._mixed: dict[tuple[Any, ...], frozenset[str]] = {}
         self._said: set[tuple[str, str]] = set()
         self._demoted: dict[int, tuple[Player, Player]] = {}
+        self._inside: dict[Player, str | None] = {}  # what the last look at a layer inside a host told
 
-    def players(self, tape: Tape, players: Sequence[Player], split: bool) -> list[Player]:
+    def players(
+        self, tape: Tape, players: Sequence[Player], split: bool, state: Mapping[Tensor, dict[str, Any]]
+    ) -> list[Player]:
         """The players of this step: with adaptive curvature where the calls that theirs reads are of no use."""
         if not (split or any(p.curvature.needs_model for p in players)):
             return list(players)
         self._probe(tape)
+
+        def due(player: Player) -> bool:
+            mine = state.get(player.params[0], {})
+            return self._inside.get(player) is None and player.curvature.due(mine, player.group)
+
+        failed = hosts.ask(tape.records, players, split, due)
         calls = Calls(tape.records)
-        return [self._checked(player, calls, split) for player in players]
+        return [self._checked(player, self._why(player, calls, failed, state), split) for player in players]
+
+    def _why(
+        self, player: Player, calls: Calls, failed: Mapping[str, str], state: Mapping[Tensor, dict[str, Any]]
+    ) -> str | None:
+        """Why the calls of a player are of no use. Between two looks at a host the last one stands."""
+        if calls.looked_at(player):
+            why = calls.why_unusable(player)
+            if any(use.host is not None for uses in player.uses for use in uses):
+                self._inside[player] = why
+            return why
+        if player.curvature.ready(state.get(player.params[0], {})) or self._inside.get(player) is not None:
+            return self._inside.get(player)
+        return next((failed[name] for name in player.module_names if name in failed), "its calls were not seen")
 
     def _probe(self, tape: Tape) -> None:
         for this in tape.passes:
@@ -39,10 +64,9 @@ class Fallbacks:
                 self._mixed[key] = mixed_layers(tape, this)
             this.mixed = self._mixed[key]
 
-    def _checked(self, player: Player, calls: Calls, split: bool) -> Player:
+    def _checked(self, player: Player, why: str | None, split: bool) -> Player:
         needed = player.curvature.needs_model
-        why = calls.why_unusable(player) if needed or split else None
-        if why is None:
+        if why is None or not (needed or split):
             return player
         effects = ["its gradient is not split into groups of samples"] if split else []
         if needed:

@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ocnopt import layers
 from ocnopt.capture import Record
 from ocnopt.curvature import Identity
 from ocnopt.gradients import Explicit, Gram, GramRow, GroupGradients, Shared
 from ocnopt.groups import Groups
+from ocnopt.hosts import Host
 from ocnopt.layers.base import Call, compute_dtype
 from ocnopt.multi import masked
 from ocnopt.players import Player, Use
@@ -31,7 +31,7 @@ class Calls:
     def __init__(self, records: Sequence[Record]) -> None:
         self.by_module: dict[str, list[Record]] = defaultdict(list)
         for record in records:
-            if 0 in record.h:
+            if 0 in record.h or (record.h and isinstance(record.module, Host)):
                 self.by_module[record.name].append(record)
 
     def __contains__(self, module_name: str) -> bool:
@@ -40,33 +40,59 @@ class Calls:
     def records(self, player: Player) -> list[Record]:
         return [record for name in player.module_names if name in self for record in self.by_module[name]]
 
+    def looked_at(self, player: Player) -> bool:
+        """Do the records tell what its layer saw? Those of a host only do if it was asked."""
+        inside = {use.module_name for uses in player.uses for use in uses if use.host is not None}
+        return all(record.inner is not None for record in self.records(player) if record.name in inside)
+
     def by_pass(self, player: Player) -> list[list[Call]]:
-        """The calls of a player's modules, by forward pass."""
+        """The calls of a player's modules, by forward pass; none if a host was not asked for them."""
+        if not self.looked_at(player):
+            return []
         passes: dict[int, list[Call]] = defaultdict(list)
-        for record in self.records(player):
-            passes[id(record.origin)].append(record.call())
+        for record, use in self._uses(player):
+            passes[id(record.origin)] += record.calls(use.path)
         return list(passes.values())
+
+    def _uses(self, player: Player) -> list[tuple[Record, Use]]:
+        """The records of a player's modules, each with one of the uses that it is about."""
+        one = {use.module_name: use for uses in player.uses for use in uses}
+        return [(record, one[record.name]) for record in self.records(player)]
 
     def why_unusable(self, player: Player) -> str | None:
         """Why the calls of a player cannot be read sample by sample, or ``None`` if they can."""
         why = player.why_no_adapter()
         if why is not None:
             return why
-        records = self.records(player)
-        if not records:
+        uses = self._uses(player)
+        if not uses or not all(record.calls(use.path) for record, use in uses):
             return "its calls were not seen"
-        adapters = {use.module_name: use.adapter for uses in player.uses for use in uses}
-        for record in records:
-            if not record.rows_are_samples():
-                return "dimension 0 of its input or output does not run over the samples"
-            if len(record.h) > 1:
-                return "the loss depends on more than its first output"
-            if record.overwritten():
-                return "its input was overwritten in place"
-            adapter = adapters[record.name]
-            if adapter is not None and (why := adapter.call_refusal(record.call())) is not None:
+        for record, use in uses:
+            why = _why_unusable_inside(record, use) if use.path else _why_unusable(record)
+            if why is None and use.adapter is not None:
+                refusals = (use.adapter.call_refusal(call) for call in record.calls(use.path))
+                why = next((each for each in refusals if each is not None), None)
+            if why is not None:
                 return why
         return None
+
+
+_ROWS = "dimension 0 of its input or output does not run over the samples"
+
+
+def _why_unusable(record: Record) -> str | None:
+    if not record.rows_are_samples():
+        return _ROWS
+    if len(record.h) > 1:
+        return "the loss depends on more than its first output"
+    return "its input was overwritten in place" if record.overwritten() else None
+
+
+def _why_unusable_inside(record: Record, use: Use) -> str | None:
+    """Inside a host every call has its own adjoint; samples keep their places if the host itself keeps them."""
+    batch = record.origin.batch
+    sizes = {t.shape[:1] for call in record.calls(use.path) for t in (call.x, call.h)}
+    return _ROWS if record.name in record.origin.mixed or (batch is not None and sizes != {(batch,)}) else None
 
 
 class Forms:
@@ -77,13 +103,14 @@ class Forms:
     ) -> None:
         self.calls, self.groups, self.fractions = Calls(records), groups, fractions
         self.ok, self.maximize = ok, maximize
-        self._columns: dict[int, dict[str, Tensor]] = {}
+        self._columns: dict[tuple[int, str], dict[str, Tensor]] = {}
 
     def kind(self, player: Player) -> type[GroupGradients]:
-        if self.groups.rank == 1 or self.calls.why_unusable(player) is not None:
+        if self.groups.rank == 1 or not self.calls.looked_at(player) or self.calls.why_unusable(player) is not None:
             return Shared
         records = self.calls.records(player)
-        alone = len(records) == 1 and isinstance(player.curvature, Identity)
+        inside = any(use.path for uses in player.uses for use in uses)
+        alone = len(records) == 1 and isinstance(player.curvature, Identity) and not inside
         assert player.adapter is not None
         return Gram if alone and player.adapter.prefers_gram(records[0].call(), self.groups.rank) else Explicit
 
@@ -117,15 +144,18 @@ class Forms:
 
     def _gradient(self, use: Use) -> Tensor:
         """Group gradients of one parameter as one module uses it, summed over the module's calls."""
-        return self._summed([self._of_record(r)[use.own_name] for r in self.calls.by_module[use.module_name]])
+        return self._summed([self._of_record(r, use)[use.own_name] for r in self.calls.by_module[use.module_name]])
 
-    def _of_record(self, record: Record) -> dict[str, Tensor]:
-        if id(record) not in self._columns:
-            adapter, _ = layers.find(record.module)
-            assert adapter is not None
-            columns = adapter.group_gradients(record.call(), self.groups)
-            self._columns[id(record)] = {name: self._cleaned(G) for name, G in columns.items()}
-        return self._columns[id(record)]
+    def _of_record(self, record: Record, use: Use) -> dict[str, Tensor]:
+        key = id(record), use.path
+        if key not in self._columns:
+            assert use.adapter is not None
+            parts = [
+                {n: call.duration * G for n, G in use.adapter.group_gradients(call, self.groups).items()}
+                for call in record.calls(use.path)
+            ]
+            self._columns[key] = {n: self._cleaned(self._summed([part[n] for part in parts])) for n in parts[0]}
+        return self._columns[key]
 
     def _masked(self, t: Tensor) -> Tensor:
         return torch.where(self.ok.to(t.device), t, 0) if t.is_floating_point() else t

@@ -17,6 +17,7 @@ from ocnopt.curvature import BY_NAME, Curvature
 from ocnopt.diagnostics import Diagnostics
 from ocnopt.fallbacks import Fallbacks
 from ocnopt.groups import Groups
+from ocnopt.hosts import Host
 from ocnopt.linalg import without_autocast
 from ocnopt.play import Snapshot, play
 from ocnopt.players import Player, find_uses, gather, resolve
@@ -142,11 +143,17 @@ class OCNOpt(Optimizer):
             raise ValueError("model holds none of the parameters of this optimizer")
         self.detach()
         self._model = model
+        for name, module in model.named_modules():
+            if isinstance(module, Host):
+                module.attached(self, name)
         self._module_order = [name for name, _ in model.named_modules()]
         self._hook_if_needed()
 
     def detach(self) -> None:
         """Take the hooks off the model and forget it."""
+        for module in self._model.modules() if self._model is not None else ():
+            if isinstance(module, Host):
+                module.detached(self)
         if self._unhook is not None:
             self._unhook()
         self._unhook = None
@@ -159,10 +166,11 @@ class OCNOpt(Optimizer):
             return
         uses = [use for each in find_uses(self._model).values() for use in each]
         me = weakref.ref(self)  # the hooks live on the model: they must not keep a forgotten optimizer alive
-        modules = {use.module_name: use.module for use in uses}
+        modules = {use.module_name: use.called for use in uses}
         self._tape = Tape(self._model, modules, lambda: optimizer._need() if (optimizer := me()) else Need())
         self._unhook = weakref.finalize(self, self._tape.remove)
-        self._tape.randomised = {u.module_name for u in uses if u.adapter is not None and u.adapter.needs_rng(u.module)}
+        random = (u for u in uses if u.adapter is not None and u.host is None and u.adapter.needs_rng(u.module))
+        self._tape.randomised = {u.module_name for u in random}
 
     def _need(self) -> Need:
         group = self.param_groups[0]
@@ -258,7 +266,7 @@ class OCNOpt(Optimizer):
         this = self._pass()
         groups = self._groups(this)
         if self._tape is not None:
-            players = self._fallbacks.players(self._tape, players, groups.rank > 1)
+            players = self._fallbacks.players(self._tape, players, groups.rank > 1, self.state)
         self._seated = players
         self._stages = self._assign(players, self._order(this))
         if group["feedback"] == "nonlinear":

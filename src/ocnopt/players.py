@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ocnopt import layers
 from ocnopt.curvature import BY_NAME, Curvature
+from ocnopt.hosts import Host
 from ocnopt.layers import Adapter
 
 _MAY_DIFFER = ("params", "param_names", "weight_decay")
@@ -24,6 +25,13 @@ class Use:
     own_name: str
     adapter: Adapter | None
     reason: str | None  # why there is no adapter
+    host: Host | None = None  # the module that runs it, if the calls are seen from outside: module_name is its name
+    path: str = ""  # the module's name inside its host
+
+    @property
+    def called(self) -> nn.Module:
+        """The module whose calls are watched."""
+        return self.module if self.host is None else self.host
 
 
 @dataclass(eq=False)
@@ -77,14 +85,17 @@ class Player:
 def find_uses(model: nn.Module | None) -> dict[int, list[Use]]:
     """``{id(parameter): its uses}``, in the order of ``model.named_modules()``."""
     uses: dict[int, list[Use]] = {}
+    if model is None:
+        return uses
+    inside = _inside_hosts(model)
     claimed: set[tuple[int, int]] = set()  # (module, parameter) pairs that a parent's adapter takes care of
-    for name, module in model.named_modules() if model is not None else ():
+    for name, module in model.named_modules():
         adapter, reason = layers.find(module)
         own = adapter.parameters(module) if adapter else _own_parameters(module)
         for own_name, p in own.items():
             if (id(module), id(p)) in claimed:
                 continue
-            uses.setdefault(id(p), []).append(Use(name, module, own_name, adapter, reason))
+            uses.setdefault(id(p), []).extend(_uses(name, module, own_name, adapter, reason, inside))
             if "." in own_name:
                 child = module.get_submodule(own_name.rpartition(".")[0])
                 claimed.add((id(child), id(p)))
@@ -92,8 +103,34 @@ def find_uses(model: nn.Module | None) -> dict[int, list[Use]]:
             covered = {id(p) for p in own.values()}
             for own_name, p in _own_parameters(module).items():
                 if id(p) not in covered:
-                    uses.setdefault(id(p), []).append(Use(name, module, own_name, None, "left out by its adapter"))
+                    theirs = _uses(name, module, own_name, None, "left out by its adapter", inside)
+                    uses.setdefault(id(p), []).extend(theirs)
     return uses
+
+
+#: id(module) → the hosts that run it: name, host, name of the module inside it
+Inside = dict[int, list[tuple[str, Host, str]]]
+
+
+def _inside_hosts(model: nn.Module) -> Inside:
+    inside: Inside = {}
+    hosts = [(name, m) for name, m in model.named_modules() if isinstance(m, Host)]
+    for name, host in hosts:
+        if id(host) in inside:  # run by another host already
+            continue
+        for path, module in host.named_modules():
+            if path:
+                inside.setdefault(id(module), []).append((name, host, path))
+    return inside
+
+
+def _uses(
+    name: str, module: nn.Module, own_name: str, adapter: Adapter | None, reason: str | None, inside: Inside
+) -> list[Use]:
+    """One use, or one for each host that runs the module."""
+    if id(module) not in inside:
+        return [Use(name, module, own_name, adapter, reason)]
+    return [Use(n, module, own_name, adapter, reason, host, path) for n, host, path in inside[id(module)]]
 
 
 def _own_parameters(module: nn.Module) -> dict[str, Tensor]:

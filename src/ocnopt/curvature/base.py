@@ -6,8 +6,8 @@ C_k is the paper's approximation of Q_θθ (Table I). The step size is not part 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -39,6 +39,17 @@ class Curvature(ABC):
     name: str
     #: whether :meth:`measure` reads the inputs and adjoints of the layers (``bucket.calls``), which needs the model
     needs_model: bool = False
+
+    def due(self, state: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
+        """Does :meth:`measure` want the calls of a layer at this step, if they are costly to get (inside an ODE solve)?
+
+        ``state`` is that of the player's first parameter. Where it does not, ``bucket.calls`` has none.
+        """
+        return True
+
+    def ready(self, state: Mapping[str, Any]) -> bool:
+        """Is there something to go on with, should the calls of a layer not be known at this step?"""
+        return False
 
     @abstractmethod
     def measure(self, bucket: Bucket, a: Tensor | None) -> Metric:

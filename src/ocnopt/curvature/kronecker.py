@@ -7,7 +7,8 @@ the eigenbasis.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -90,8 +91,23 @@ class Kronecker(Curvature):
     def _block(self, bucket: Bucket, player: Player, state: dict[str, Any], a: Tensor | None) -> KroneckerBlock:
         assert player.adapter is not None
         assert player.module is not None
+        if bucket.calls[id(player)]:
+            self._learn(bucket, player, state, a)
+        else:  # inside an ODE solve, whose layers are looked at for a refresh only: the step counts all the same
+            state["statistics"] += bucket.ok
+            state["since_refresh"] += 1
+        basis = (state["input_basis"], state["output_basis"], state["eigenvalues"])
+        return KroneckerBlock(player.module, player.adapter, player.own_names, *basis, bucket.group["damping"])
+
+    def due(self, state: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
+        return not self.ready(state) or state["since_refresh"] + 1 >= group["refresh_every"]
+
+    def ready(self, state: Mapping[str, Any]) -> bool:
+        return "input_basis" in state
+
+    def _learn(self, bucket: Bucket, player: Player, state: dict[str, Any], a: Tensor | None) -> None:
         passes = _inputs(bucket, player, a)
-        x, h = passes[0]
+        x, h, _ = passes[0]
         if "input_factor" not in state or state["input_factor"].shape[1] != x.shape[3]:
             for key in _STATE:  # a block that lost or gained its bias starts anew
                 state.pop(key, None)
@@ -99,18 +115,16 @@ class Kronecker(Curvature):
             state["output_factor"] = h.new_zeros(h.shape[1], h.shape[3], h.shape[3])
             state["statistics"] = x.new_zeros(())  # how many are in the factors
             state["since_refresh"] = 0
-        samples, positions = sum(len(h) for _, h in passes), sum(len(h) * h.shape[2] for _, h in passes)
+        samples, positions = sum(len(h) for _, h, _ in passes), sum(len(h) * n for _, h, n in passes)
         ok = bucket.ok if samples else torch.zeros_like(bucket.ok)  # a bad or empty batch changes nothing
         weight = (1 - bucket.group["factor_decay"] * (state["statistics"] > 0).to(ok)) * ok
-        state["input_factor"].lerp_(sum(_outer(x) for x, _ in passes) / max(samples, 1), weight)
-        state["output_factor"].lerp_(sum(_outer(h) for _, h in passes) / max(positions, 1), weight)
+        state["input_factor"].lerp_(sum(_outer(x) for x, _, _ in passes) / max(samples, 1), weight)
+        state["output_factor"].lerp_(sum(_outer(h) for _, h, _ in passes) / (positions or 1), weight)
         state["statistics"] += ok
         refreshed = self._refresh_if_due(bucket, state, ok)
         if bucket.group["ekfac"]:
-            moments = sum(_squares(x, h, state["input_basis"], state["output_basis"]) for x, h in passes)
+            moments = sum(_squares(x, h, state["input_basis"], state["output_basis"]) for x, h, _ in passes)
             state["eigenvalues"].lerp_(moments / max(samples, 1), ok if refreshed else weight)
-        basis = (state["input_basis"], state["output_basis"], state["eigenvalues"])
-        return KroneckerBlock(player.module, player.adapter, player.own_names, *basis, bucket.group["damping"])
 
     def _refresh_if_due(self, bucket: Bucket, state: dict[str, Any], ok: Tensor) -> bool:
         """Renew the eigenbasis every ``refresh_every`` steps; a decomposition that fails leaves the old one."""
@@ -139,10 +153,12 @@ class Kronecker(Curvature):
         return False
 
 
-def _inputs(bucket: Bucket, player: Player, a: Tensor | None) -> list[tuple[Tensor, Tensor]]:
-    """Inputs x and per-sample adjoints h̃ = B·h, ``[batch, blocks, shared, features]``, of each forward pass.
+def _inputs(bucket: Bucket, player: Player, a: Tensor | None) -> list[tuple[Tensor, Tensor, float]]:
+    """Inputs x and per-sample adjoints h̃ = B·h, ``[batch, blocks, shared, features]``, of each forward pass, and how
+    many positions these are.
 
-    A module used several times in one pass has more shared positions.
+    A module used several times in one pass has more shared positions. Calls that share one solve in continuous time
+    make ∫x x^T dt and ∫h̃ h̃^T dt of it: each is weighted by its duration, and all together they are one use.
     """
     assert player.adapter is not None
     ok, passes = bucket.ok.bool(), []
@@ -151,9 +167,16 @@ def _inputs(bucket: Bucket, player: Player, a: Tensor | None) -> list[tuple[Tens
         if a is not None:
             calls = [call.weighted(bucket.groups.expand(a)) for call in calls]
         uses = [player.adapter.kronecker_inputs(call) for call in calls]
-        x, h = torch.cat([use.x for use in uses], 2), torch.cat([use.h for use in uses], 2)
-        passes.append((torch.where(ok, x, 0), torch.where(ok, h, 0) * samples))
+        positions = sum(call.share * use.h.shape[2] for call, use in zip(calls, uses, strict=True))
+        roots = [math.sqrt(call.duration) for call in calls]
+        x = torch.cat([_scaled(use.x, root) for use, root in zip(uses, roots, strict=True)], 2)
+        h = torch.cat([_scaled(use.h, root) for use, root in zip(uses, roots, strict=True)], 2)
+        passes.append((torch.where(ok, x, 0), torch.where(ok, h, 0) * samples, positions))
     return passes
+
+
+def _scaled(v: Tensor, factor: float) -> Tensor:
+    return v if factor == 1.0 else v * factor
 
 
 def _outer(v: Tensor) -> Tensor:

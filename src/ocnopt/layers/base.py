@@ -27,7 +27,7 @@ class Call:
     ``h`` is ∂L/∂(output) of this execution, in autograd's scale: summed, not averaged, over what the loss
     averages. Where the output is a tuple, it is that of its first tensor.
 
-    The last three say what the execution depended on besides its arguments, so that it can be repeated later:
+    Three fields say what the execution depended on besides its arguments, so that it can be repeated later:
     the random numbers (kept only where :meth:`Adapter.needs_rng` says so), the module's mode, and the dtype
     of autocast (``None`` if off).
     """
@@ -39,6 +39,10 @@ class Call:
     rng: RNGState | None = field(default=None, repr=False)
     training: bool | None = None  # None: the mode in which the module is when the Call is made
     autocast: torch.dtype | None = None
+    # of a module in continuous time: the length of time that this execution stands for, and which part that is of the
+    # whole solve. The gradient of the layer is Σ duration · (gradient of the call).
+    duration: float = 1.0
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         if self.training is None:

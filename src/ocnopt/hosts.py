@@ -1,0 +1,89 @@
+"""Modules that run the layers inside them many times in one call, and are asked afterwards what the layers saw.
+
+To the engine a host is one module: everything inside it acts before it runs, and what it changes is measured at its
+own inputs and outputs. Only where curvature or groups of samples need the calls of single layers is the host asked
+for them, and an ODE solve, say, answers with a few weighted calls, however many evaluations it took.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ocnopt.layers.base import Call
+
+if TYPE_CHECKING:
+    from ocnopt.capture import Record
+    from ocnopt.players import Player
+
+
+@dataclass
+class Execution:
+    """One call of a host: its arguments, its floating-point outputs and ∂L/∂(output), both by position."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: Mapping[int, Tensor]
+    h: Mapping[int, Tensor]
+    autocast: torch.dtype | None = None
+
+
+class CannotTell(Exception):
+    """Raised by a host that cannot say what its layers saw. The message completes *the host …: message*."""
+
+
+class Host(nn.Module, ABC):
+    """Base class of such modules."""
+
+    #: its name in the model that an optimizer watches
+    known_as: str | None = None
+
+    @abstractmethod
+    def layer_calls(self, execution: Execution, layers: Mapping[str, nn.Module]) -> dict[str, list[Call]]:
+        """What the layers, given by their names inside the host, saw in that execution.
+
+        Of calls with a ``duration`` the gradient of the layer is Σ duration · (gradient of the call). Asked for after
+        the backward pass and before any parameter changes; must leave no trace.
+        """
+
+    def attached(self, optimizer: torch.optim.Optimizer, name: str) -> None:
+        """An optimizer begins to watch the model in which this host is called ``name``."""
+        self.known_as = name or type(self).__name__
+
+    def detached(self, optimizer: torch.optim.Optimizer) -> None:
+        """It watches no more."""
+
+
+def ask(
+    records: Sequence[Record], players: Sequence[Player], split: bool, due: Callable[[Player], bool]
+) -> dict[str, str]:
+    """Let hosts fill in ``Record.inner`` where a player inside needs it. Returns those that could not tell, and why.
+
+    ``split``: all of them are needed, for groups of samples. ``due``: does this player need them for its curvature?
+    """
+    failed: dict[str, str] = {}
+    for record in records:
+        if not isinstance(record.module, Host):
+            continue
+        inside = [p for p in players if record.name in p.module_names and (split or p.curvature.needs_model)]
+        layers = {
+            use.path: use.module
+            for p in inside
+            for uses in p.uses
+            for use in uses
+            if use.module_name == record.name and use.adapter is not None
+        }
+        if not layers or not (split or any(map(due, inside))):
+            continue
+        try:
+            record.inner = record.module.layer_calls(record.execution(), layers)
+        except CannotTell as why:
+            failed[record.name] = str(why)
+            warnings.warn(f"{record.name}: what its layers saw is not known: {why}", stacklevel=2)
+    return failed
