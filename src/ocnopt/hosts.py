@@ -81,6 +81,8 @@ def ask(
         }
         if not layers or not (split or any(map(due, inside))):
             continue
+        if not all(bool(h.isfinite().all()) for h in record.h.values()):  # a step that will leave no trace
+            continue
         try:
             record.inner = record.module.layer_calls(record.execution(), layers)
         except CannotTell as why:

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ocnopt.environment import Buffers
+from ocnopt.hosts import CannotTell, Execution, Host
+from ocnopt.layers.base import Call
 from ocnopt.ode import times as time
 from ocnopt.ode.field import Evaluations, Field, State, as_tuple
-from ocnopt.ode.solver import METHODS, WITHOUT_GRADIENT, Adjoint, Solver, check_finite, checkpointed, named_failures
+from ocnopt.ode.look import along_solve
+from ocnopt.ode.solver import (
+    METHODS,
+    WITHOUT_GRADIENT,
+    Adjoint,
+    Solver,
+    SolverError,
+    check_finite,
+    checkpointed,
+    named_failures,
+)
+from ocnopt.rng import RNGState
 
 GRADIENTS = ("adjoint", "discretize")
 
 
-class NeuralODE(nn.Module):
+class NeuralODE(Host):
     """Solves dx/dt = field(t, x) from the input at the first time to the output at the last one.
 
     Args:
@@ -35,6 +50,7 @@ class NeuralODE(nn.Module):
             ``adjoint_options={"norm": "seminorm"}`` leaves the gradient of the parameters out of the error estimate,
             which saves steps.
         all_times: return the states at all times, stacked in dimension 0, instead of the last one.
+        nodes: of the quadrature along the solve when an optimizer measures curvature; 4 are nearly always enough.
     """
 
     def __init__(
@@ -53,6 +69,7 @@ class NeuralODE(nn.Module):
         adjoint_rtol: float | None = None,
         adjoint_atol: float | None = None,
         all_times: bool = False,
+        nodes: int = 4,
     ) -> None:
         super().__init__()
         _check_field(field)
@@ -71,8 +88,9 @@ class NeuralODE(nn.Module):
         self.field = field
         self.gradient, self.checkpoints, self.all_times = gradient, checkpoints, all_times
         self.solver = Solver(solver, rtol, atol, options, adjoint)
+        _check_count("nodes", nodes)
+        self.nodes = nodes
         self.nfe = Evaluations()
-        self.known_as: str | None = None  # its name in the model that an optimizer watches
         self._t = time.checked(t)
         self._check_gradient(gradient, {k: v for k, v in adjoint.items() if v is not None}, checkpoints)
 
@@ -81,6 +99,9 @@ class NeuralODE(nn.Module):
             raise ValueError(f"solver={self.solver.method!r} runs outside torch: it needs gradient='adjoint'")
         if gradient == "discretize" and adjoint:
             raise ValueError(f"{next(iter(adjoint))} is about the adjoint solve, which gradient='discretize' has not")
+        other = adjoint.get("adjoint_method", self.solver.method) != self.solver.method
+        if other and self.solver.options is not None and "adjoint_options" not in adjoint:
+            raise ValueError("adjoint_options must be given beside options if adjoint_solver is another solver")
         if checkpoints is None:
             return
         _check_count("checkpoints", checkpoints)
@@ -98,9 +119,9 @@ class NeuralODE(nn.Module):
     def forward(self, x: State, t: time.Times | None = None, all_times: bool | None = None) -> State:
         """x at the last time, or at all of them. ``t`` and ``all_times`` replace those of the block for this call."""
         _check_state(x)
-        times = self.t if t is None else time.checked(t)
+        _, times, all_times = self._asked(x, t, all_times)
         states = self._solve(x, times)
-        if self.all_times if all_times is None else all_times:
+        if all_times:
             return states
         return states[-1] if isinstance(states, Tensor) else tuple(part[-1] for part in states)
 
@@ -113,12 +134,55 @@ class NeuralODE(nn.Module):
             states: State = found if tupled else found[0]
         else:
             with named_failures(self.name, F, "forward"):
-                if torch.is_grad_enabled() and self.checkpoints is not None:
+                if self.checkpoints is not None:  # also without gradients: the steps must be the same
                     states = checkpointed(self.solver, F, x, at, self._segments(times, at))
                 else:
                     states = self.solver.plain(F, x, at)
         check_finite(self.name, F, "forward", states, lambda: self.solver.plain(F, x, at))
         return states
+
+    # --- for the optimizer ---
+
+    def layer_calls(self, execution: Execution, layers: Mapping[str, nn.Module]) -> dict[str, list[Call]]:
+        """What the layers of the field saw: their calls at the nodes of a quadrature along the solve."""
+        x, times, all_times = self._asked(*execution.args, **execution.kwargs)
+        parts = range(len(as_tuple(x)))
+        if any(i not in execution.outputs for i in parts):
+            raise CannotTell("its output was overwritten in place")
+        states = [execution.outputs[i] for i in parts]
+        adjoints = [execution.h[i] if i in execution.h else torch.zeros_like(states[i]) for i in parts]
+        if not all_times:
+            times = (times[0], times[-1])
+        rows = range(1, len(times))
+        trajectory, jumps = (
+            [tuple(part[k] for part in whole) for k in rows] if all_times else [tuple(whole)]
+            for whole in (states, adjoints)
+        )
+        F, tupled = Field(self.field, self.nfe), not isinstance(x, Tensor)
+        F.collecting = True
+        try:
+            with self._without_trace(execution, states[0].device), named_failures(self.name, F, "curvature"):
+                return along_solve(self.solver, F, times, trajectory, jumps, tupled, self.nodes, layers)
+        except SolverError as error:
+            raise CannotTell(str(error)) from error
+
+    def _asked(
+        self, x: State, t: time.Times | None = None, all_times: bool | None = None
+    ) -> tuple[State, tuple[float, ...], bool]:
+        """The arguments of a call, with what the block itself says where they are silent."""
+        times = self.t if t is None else time.checked(t)
+        return x, times, self.all_times if all_times is None else all_times
+
+    @contextmanager
+    def _without_trace(self, execution: Execution, device: torch.device) -> Iterator[None]:
+        """Evaluate the field as in that execution; random numbers and running statistics stay as they are."""
+        buffers, dtype = Buffers(self), execution.autocast
+        rng = RNGState.capture({device})
+        try:
+            with rng.restored(), torch.autocast(device.type, dtype, enabled=dtype is not None):
+                yield
+        finally:
+            buffers.restore()
 
     def _segments(self, times: tuple[float, ...], like: Tensor) -> list[Tensor]:
         assert self.checkpoints is not None

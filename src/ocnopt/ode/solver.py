@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torchdiffeq import odeint, odeint_adjoint
 from torchdiffeq._impl.odeint import SOLVERS
 from torchdiffeq._impl.rk_common import RKAdaptiveStepsizeODESolver
+from torchdiffeq._impl.solvers import FixedGridODESolver
 
 from ocnopt.ode.field import Field, NotFinite, State, as_tuple, finite
 
@@ -58,11 +59,14 @@ class Solver:
         """A solve backward in time with the settings of the adjoint. Its state is larger, so ``norm`` is left out."""
         options = self.options if self.adjoint.get("adjoint_options") is None else self.adjoint["adjoint_options"]
         options = {k: v for k, v in (options or {}).items() if k != "norm"}
+        method = self.adjoint.get("adjoint_method") or self.method
+        if issubclass(SOLVERS[method], FixedGridODESolver):
+            options.setdefault("interp", "cubic")  # the times asked for are between the points of the grid
         return cast(
             tuple[Tensor, ...],
             odeint(
                 F, x, times,
-                method=self.adjoint.get("adjoint_method") or self.method,
+                method=method,
                 rtol=_first(self.adjoint.get("adjoint_rtol"), self.rtol),
                 atol=_first(self.adjoint.get("adjoint_atol"), self.atol),
                 options=options,
