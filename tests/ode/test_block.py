@@ -298,6 +298,13 @@ def test_an_adjoint_solve_that_fails_is_named_too(method: str) -> None:
         out.sum().backward()
 
 
+@pytest.mark.parametrize("method", ["dopri5", "rk4"])
+def test_a_loss_that_is_not_finite_is_not_a_failure_of_the_solver(method: str) -> None:
+    block, x = NeuralODE(Net(), solver=method, options=options_of(method)), batch().requires_grad_()
+    (block(x).sum() * float("inf")).backward()
+    assert not any(p.grad.isfinite().any() for p in (x, *block.parameters()))
+
+
 def test_an_assertion_of_the_field_stays_what_it_is() -> None:
     class Asserts(nn.Module):
         def forward(self, t: Tensor, x: Tensor) -> Tensor:

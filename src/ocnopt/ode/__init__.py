@@ -7,6 +7,7 @@ except ImportError as error:
 
 from ocnopt.ode.block import NeuralODE
 from ocnopt.ode.field import Evaluations
+from ocnopt.ode.horizon import Horizon
 from ocnopt.ode.solver import SolverError
 
-__all__ = ["Evaluations", "NeuralODE", "SolverError"]
+__all__ = ["Evaluations", "Horizon", "NeuralODE", "SolverError"]

@@ -14,6 +14,7 @@ from ocnopt.hosts import CannotTell, Execution, Host
 from ocnopt.layers.base import Call
 from ocnopt.ode import times as time
 from ocnopt.ode.field import Evaluations, Field, State, as_tuple
+from ocnopt.ode.horizon import Horizon, LearnedHorizon
 from ocnopt.ode.look import along_solve
 from ocnopt.ode.solver import (
     METHODS,
@@ -50,6 +51,8 @@ class NeuralODE(Host):
             ``adjoint_options={"norm": "seminorm"}`` leaves the gradient of the parameters out of the error estimate,
             which saves steps.
         all_times: return the states at all times, stacked in dimension 0, instead of the last one.
+        learn_horizon: learn the final time as well. Moved by the steps of an :class:`~ocnopt.OCNOpt` that is given the
+            model, or of any optimizer after ``block.horizon.follow(optimizer, [*block.field.parameters()])``.
         nodes: of the quadrature along the solve when an optimizer measures curvature; 4 are nearly always enough.
     """
 
@@ -70,6 +73,7 @@ class NeuralODE(Host):
         adjoint_atol: float | None = None,
         all_times: bool = False,
         nodes: int = 4,
+        learn_horizon: Horizon | None = None,
     ) -> None:
         super().__init__()
         _check_field(field)
@@ -92,6 +96,7 @@ class NeuralODE(Host):
         self.nodes = nodes
         self.nfe = Evaluations()
         self._t = time.checked(t)
+        self.horizon = None if learn_horizon is None else _horizon(learn_horizon, self._t)
         self._check_gradient(gradient, {k: v for k, v in adjoint.items() if v is not None}, checkpoints)
 
     def _check_gradient(self, gradient: str, adjoint: Mapping[str, Any], checkpoints: int | None) -> None:
@@ -114,16 +119,25 @@ class NeuralODE(Host):
     @property
     def t(self) -> tuple[float, ...]:
         """The times, the first and the last of which bound the interval."""
-        return self._t
+        return self._t if self.horizon is None else (self._t[0], self._t[0] + self.horizon.T)
 
     def forward(self, x: State, t: time.Times | None = None, all_times: bool | None = None) -> State:
         """x at the last time, or at all of them. ``t`` and ``all_times`` replace those of the block for this call."""
         _check_state(x)
+        learns = t is None and self.training and torch.is_grad_enabled()
         _, times, all_times = self._asked(x, t, all_times)
         states = self._solve(x, times)
-        if all_times:
-            return states
-        return states[-1] if isinstance(states, Tensor) else tuple(part[-1] for part in states)
+        final = states[-1] if isinstance(states, Tensor) else tuple(part[-1] for part in states)
+        wanted = states if all_times else final
+        if learns and self.horizon is not None and self.horizon.due:
+            self.horizon.watch(self._speed(times[-1], final), wanted, all_times)
+        return wanted
+
+    def _speed(self, T: float, final: State) -> State:
+        """F(T, x_T)."""
+        x, F = tuple(part.detach() for part in as_tuple(final)), Field(self.field, self.nfe)
+        with torch.no_grad():
+            return F(time.on_device((T,), x[0])[0], x[0] if isinstance(final, Tensor) else x)
 
     def _solve(self, x: State, times: tuple[float, ...]) -> State:
         F, at = Field(self.field, self.nfe), time.on_device(times, as_tuple(x)[0])
@@ -131,6 +145,7 @@ class NeuralODE(Host):
             parts = as_tuple(x)
             tupled = not isinstance(x, Tensor)
             found = Adjoint.apply(self.solver, F, self.name, at, len(parts), tupled, *parts, *self.field.parameters())  # type: ignore[no-untyped-call]
+            found = tuple(part.view_as(part) for part in found)  # each with a node of its own, for hooks
             states: State = found if tupled else found[0]
         else:
             with named_failures(self.name, F, "forward"):
@@ -142,6 +157,15 @@ class NeuralODE(Host):
         return states
 
     # --- for the optimizer ---
+
+    def attached(self, optimizer: torch.optim.Optimizer, name: str) -> None:
+        super().attached(optimizer, name)
+        if self.horizon is not None:
+            self.horizon.follow(optimizer, list(self.field.parameters()))
+
+    def detached(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.horizon is not None:
+            self.horizon.leave(optimizer)
 
     def layer_calls(self, execution: Execution, layers: Mapping[str, nn.Module]) -> dict[str, list[Call]]:
         """What the layers of the field saw: their calls at the nodes of a quadrature along the solve."""
@@ -201,6 +225,14 @@ class NeuralODE(Host):
     def extra_repr(self) -> str:
         t = f"t={self.t}" if len(self.t) == 2 else f"t=({self.t[0]}, ..., {self.t[-1]}), {len(self.t)} times"
         return f"{t}, solver={self.solver.method!r}, gradient={self.gradient!r}"
+
+
+def _horizon(settings: Horizon, t: tuple[float, ...]) -> LearnedHorizon:
+    if not isinstance(settings, Horizon):
+        raise TypeError(f"learn_horizon must be a Horizon, got {type(settings).__name__}")
+    if len(t) != 2 or t[0] > t[1]:
+        raise ValueError(f"learn_horizon needs two times, the second of them later, got t={t}")
+    return LearnedHorizon(settings, t[1] - t[0])
 
 
 def _check_field(field: Any) -> None:

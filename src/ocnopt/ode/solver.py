@@ -150,10 +150,14 @@ class Adjoint(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         out, inputs = ctx.inner
         enabled, dtype = ctx.autocast
-        with named_failures(ctx.name, ctx.F, "adjoint"), torch.autocast(ctx.device, dtype, enabled):
-            found = torch.autograd.grad(out, inputs, gradients, retain_graph=True, allow_unused=True)
-        if not finite(tuple(g for g in found if g is not None)) and finite(gradients):
-            raise SolverError(_message(ctx.name, ctx.F, "adjoint", "the adjoint is not finite"))
+        found: Sequence[Tensor | None]
+        if finite(gradients):
+            with named_failures(ctx.name, ctx.F, "adjoint"), torch.autocast(ctx.device, dtype, enabled):
+                found = torch.autograd.grad(out, inputs, gradients, retain_graph=True, allow_unused=True)
+            if not finite(tuple(g for g in found if g is not None)):
+                raise SolverError(_message(ctx.name, ctx.F, "adjoint", "the adjoint is not finite"))
+        else:  # nothing to solve, and no failure of the solver: whoever scales losses or skips bad batches must see it
+            found = [torch.full_like(i, torch.nan) for i in inputs]
         rest = iter(found)
         return (None,) * 6 + tuple(next(rest) if wanted else None for wanted in ctx.wanted)
 

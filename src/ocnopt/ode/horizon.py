@@ -1,0 +1,172 @@
+"""The final time T as something to optimise: the closed form of App. B.4 of the paper.
+
+With L̃ = L + (c/2) T², Gauss-Newton L_xx ≈ L_x L_x^T and ψ = F(T, x_T)^T L_x:
+
+    Q^T = ℓ + c T + ψ,   Q^TT = c + ψ²,   Q_0^{Tθ} = ψ p_0^T,
+    δT = −η_T (Q^T + ψ · p_0^T δθ) / Q^TT
+
+where p_0 is the gradient of the parameters, δθ the step that they have just taken, and ℓ = γ/2 |θ|² the running cost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ocnopt.ode.field import State, as_tuple
+
+METHODS = ("feedback", "first_order")
+
+
+@dataclass(frozen=True)
+class Horizon:
+    """How to learn T, the length of the time interval.
+
+    Args:
+        penalty: c, the price of time: (c/2) T² is added to the loss.
+        lr: η_T, the step size of T. 1 is the full second-order step of ``"feedback"``.
+        update_every: steps of the optimizer between two of T.
+        minimum: T never gets shorter than this.
+        method: ``"feedback"``, the closed form above, which knows what the parameters have just done, or
+            ``"first_order"``, the gradient step δT = −η_T (c T + ψ) of the adjoint method.
+    """
+
+    penalty: float
+    lr: float = 0.1
+    update_every: int = 1
+    minimum: float = 0.05
+    method: str = "feedback"
+
+    def __post_init__(self) -> None:
+        for name, zero in (("penalty", True), ("lr", False), ("minimum", False)):
+            if not _is_number(getattr(self, name), zero):
+                raise ValueError(f"{name} must be a number {'≥' if zero else '>'} 0, got {getattr(self, name)!r}")
+        if not _is_count(self.update_every):
+            raise ValueError(f"update_every must be a whole number ≥ 1, got {self.update_every!r}")
+        if self.method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(map(repr, METHODS))}, got {self.method!r}")
+
+    def step(self, T: float, psi: float, p_dtheta: float = 0.0, cost: float = 0.0) -> float:
+        """δT, without the bound. ``p_dtheta`` is p_0^T δθ, ``cost`` is ℓ."""
+        if self.method == "first_order":
+            return -self.lr * (self.penalty * T + psi)
+        Q_T, Q_TT = cost + self.penalty * T + psi, self.penalty + psi**2
+        return -self.lr * (Q_T + psi * p_dtheta) / Q_TT if Q_TT else 0.0
+
+
+class LearnedHorizon(nn.Module):
+    """T of one block, kept in its ``state_dict``. It follows the steps of an optimizer."""
+
+    def __init__(self, settings: Horizon, T: float) -> None:
+        super().__init__()
+        if settings.minimum > T:
+            raise ValueError(f"minimum must not exceed the length of the time interval, {T}, got {settings.minimum}")
+        self.settings, self.T, self.count = settings, T, 0
+        self._psi: list[Tensor] = []
+        self._before: list[Tensor] = []
+        self._handles: dict[int, list[RemovableHandle]] = {}
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor([self.T, self.count], dtype=torch.float64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.T, self.count = float(state[0]), int(state[1])
+
+    def __getstate__(self) -> dict[str, Any]:  # of a copy or a pickle: no optimizer's steps move it
+        return {**self.__dict__, "_psi": [], "_before": [], "_handles": {}}
+
+    def extra_repr(self) -> str:
+        return f"T={self.T:.6g}, {self.settings}"
+
+    # --- ψ ---
+
+    @property
+    def due(self) -> bool:
+        """Will the next step of the optimizer move T?"""
+        return self.count + 1 >= self.settings.update_every
+
+    def watch(self, speed: State, states: State, all_times: bool) -> None:
+        """Add ψ = ⟨F(T, x_T), ∂L/∂x_T⟩ when the adjoint of the states arrives."""
+        for f, x in zip(as_tuple(speed), as_tuple(states), strict=True):
+            if x.requires_grad:
+                x.register_hook(self._adder(f.detach(), all_times))
+
+    def _adder(self, f: Tensor, all_times: bool) -> Callable[[Tensor], None]:
+        def add(q: Tensor) -> None:
+            final = q.detach()[-1] if all_times else q.detach()
+            self._psi.append((f.double() * final.double()).sum())
+
+        return add
+
+    # --- the optimizer ---
+
+    def follow(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
+        """Move T after the steps of this optimizer (any of torch's). ``parameters`` are those of the field."""
+        self.leave(optimizer)
+
+        def before(*_: Any) -> None:
+            if self.due and self.settings.method == "feedback":
+                self._before = [p.detach().clone() for p in parameters]
+
+        def after(stepped: torch.optim.Optimizer, *_: Any) -> None:
+            self._after_step(stepped, parameters)
+
+        self._handles[id(optimizer)] = [
+            optimizer.register_step_pre_hook(before),
+            optimizer.register_step_post_hook(after),
+        ]
+
+    def leave(self, optimizer: torch.optim.Optimizer) -> None:
+        for handle in self._handles.pop(id(optimizer), []):
+            handle.remove()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
+        psi, before = self._psi, self._before
+        self._psi, self._before = [], []
+        self.count += 1
+        if self.count < self.settings.update_every or not psi:
+            return
+        p_dtheta, cost = 0.0, 0.0
+        if before:
+            p_dtheta, cost = _inner(parameters, before), _running_cost(optimizer, parameters, before)
+        delta = self.settings.step(self.T, float(torch.stack(psi).sum()), p_dtheta, cost)
+        if math.isfinite(delta):  # a bad batch moves nothing
+            self.T = max(self.settings.minimum, self.T + delta)
+            self.count = 0
+
+
+def _inner(parameters: list[Tensor], before: list[Tensor]) -> float:
+    """p_0^T δθ."""
+    terms = [
+        (p.grad.detach().double() * (p.detach().double() - old.double())).sum()
+        for p, old in zip(parameters, before, strict=True)
+        if p.grad is not None
+    ]
+    return float(torch.stack(terms).sum()) if terms else 0.0
+
+
+def _running_cost(optimizer: torch.optim.Optimizer, parameters: list[Tensor], before: list[Tensor]) -> float:
+    """ℓ = γ/2 |θ|², with the weight decay that is part of the loss; a decoupled one is not."""
+    gammas = {
+        id(p): 0.0 if group.get("decoupled_weight_decay") else float(group.get("weight_decay") or 0.0)
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    pairs = zip(parameters, before, strict=True)
+    return sum(g / 2 * float(old.double().square().sum()) for p, old in pairs if (g := gammas.get(id(p), 0.0)))
+
+
+def _is_number(value: Any, zero: bool) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return False
+    return value >= 0 if zero else value > 0
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
