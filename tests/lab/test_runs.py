@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -72,11 +73,14 @@ def test_metrics_that_do_not_belong_to_the_checkpoint_are_refused_and_kept(tmp_p
     assert (tmp_path / "m").read_bytes() == data
 
 
-@pytest.mark.parametrize(("line", "why"), [(b"{oops}\n", "no record"), (b"[1]\n", "kind"), (b'{"step":1}\n', "kind")])
-def test_a_broken_line_in_the_middle_is_named(tmp_path: Path, line: bytes, why: str) -> None:
-    (tmp_path / "m").write_bytes(b'{"kind":"step"}\n' + line + b'{"kind":"step"}\n')
-    with pytest.raises(RunError, match=f"m, line 2: .*{why}"):
-        read_metrics(tmp_path / "m")
+@pytest.mark.parametrize("line", [b"{oops}\n", b"[1]\n", b'{"step":1}\n', b'{"kind":"step","st\xff' + b"garbage\n"])
+def test_a_torn_line_in_the_middle_is_left_out_and_named(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "m").write_bytes(b'{"kind":"step"}\n' + line + b'{"kind":"final"}\n')
+    with pytest.warns(UserWarning, match="m: line 2 is no record of a run and left out"):
+        assert read_metrics(tmp_path / "m") == [{"kind": "step"}, {"kind": "final"}]
+    (tmp_path / "m").write_bytes(3 * line)
+    with pytest.warns(UserWarning, match="m: lines 1, 2, 3 are no record"):
+        assert read_metrics(tmp_path / "m") == []
 
 
 def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
@@ -108,6 +112,25 @@ def test_a_checkpoint_is_replaced_as_a_whole(tmp_path: Path) -> None:
     assert state is not None
     assert state["step"] == 1
     assert state["x"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:-100], lambda data: b"rubbish"])
+def test_a_damaged_checkpoint_is_one_sentence(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    folder = RunFolder.create(tmp_path / "run", {})
+    folder.save_checkpoint({"x": torch.arange(300), "step": 1})
+    folder.checkpoint_path.write_bytes(damage(folder.checkpoint_path.read_bytes()))
+    with pytest.raises(RunError, match=r"checkpoint\.pt is damaged: .* delete it to begin the run anew"):
+        folder.load_checkpoint()
+
+
+def test_damaged_text_files_are_one_sentence(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", {})
+    folder.config_path.write_bytes(b"label = \xff")
+    folder.environment_path.write_text("{")
+    with pytest.raises(RunError, match=r"config\.toml is no configuration of a run"):
+        folder.config()
+    with pytest.raises(RunError, match=r"environment\.json is no record of an environment"):
+        folder.environment()
 
 
 def test_one_writer_at_a_time(tmp_path: Path) -> None:

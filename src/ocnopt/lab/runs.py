@@ -24,6 +24,7 @@ import json
 import math
 import os
 import tomllib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,22 +45,33 @@ class RunError(Exception):
 def read_metrics(path: str | os.PathLike[str]) -> list[Record]:
     """All complete records of a ``metrics.jsonl`` file; none where there is no file yet.
 
-    A line counts once its line feed is there, so what a running or killed writer left half-written is not seen.
+    A line counts once its line feed is there, so what a running or killed writer left half-written is not seen. A line
+    in between that is no record (a disk that was full, a machine that lost its power) is left out, with a warning.
     """
     try:
         data = Path(path).read_bytes()
     except FileNotFoundError:
         return []
-    records = []
+    records, torn = [], []
     for number, line in enumerate(data.split(b"\n")[:-1], start=1):
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise RunError(f"{path}, line {number}: this is no record of a run ({error})") from None
-        if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
-            raise RunError(f"{path}, line {number}: a record needs a kind")
-        records.append(record)
+        record = _record(line)
+        if record is None:
+            torn.append(number)
+        else:
+            records.append(record)
+    if torn:
+        lines = f"line {torn[0]} is" if len(torn) == 1 else f"lines {', '.join(map(str, torn))} are"
+        warnings.warn(f"{os.fspath(path)}: {lines} no record of a run and left out", stacklevel=2)
     return records
+
+
+def _record(line: bytes) -> Record | None:
+    """``None`` where the line is none."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("kind"), str) else None
 
 
 class MetricsWriter:
@@ -145,13 +157,19 @@ class RunFolder:
         """``config.toml`` as it stands, unchecked; :func:`ocnopt.lab.config.read_run` gives it types."""
         if not self.exists():
             raise RunError(f"{self.path} holds no run: there is no {self.config_path.name} in it")
-        return tomllib.loads(self.config_path.read_text(encoding="utf-8"))
+        try:
+            return tomllib.loads(self.config_path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise RunError(f"{self.config_path} is no configuration of a run: {error}") from None
 
     def environment(self) -> dict[str, Any]:
         """Versions, device and threads; empty for a run that has not begun."""
         if not self.environment_path.is_file():
             return {}
-        environment: dict[str, Any] = json.loads(self.environment_path.read_text(encoding="utf-8"))
+        try:
+            environment: dict[str, Any] = json.loads(self.environment_path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise RunError(f"{self.environment_path} is no record of an environment: {error}") from None
         return environment
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
@@ -173,7 +191,14 @@ class RunFolder:
         """``None`` where no checkpoint was written yet."""
         if not self.checkpoint_path.is_file():
             return None
-        state: dict[str, Any] = torch.load(self.checkpoint_path, map_location=device, weights_only=True)
+        try:
+            state: dict[str, Any] = torch.load(self.checkpoint_path, map_location=device, weights_only=True)
+        except OSError:
+            raise
+        except Exception:  # what a damaged file makes torch raise is anybody's guess: EOFError, IndexError, ...
+            raise RunError(
+                f"{self.checkpoint_path} is damaged: put a copy in its place, or delete it to begin the run anew"
+            ) from None
         return state
 
     @contextmanager
