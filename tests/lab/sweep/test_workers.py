@@ -8,17 +8,20 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from optuna.trial import TrialState
 from tests.lab.sweep.conftest import Server
 from tests.lab.sweep.recipes import PATIENT, PULSE, small_recipe, small_sweep
 
+from ocnopt.lab import training
 from ocnopt.lab.runs import Record, RunFolder, find_runs
-from ocnopt.lab.sweep import Board, Standing, SweepOptions, points_of, run_sweep, work
+from ocnopt.lab.sweep import Board, Standing, SweepOptions, launch, points_of, run_sweep, work
 from ocnopt.lab.sweep.board import Entry
 
 POINTS = points_of(small_recipe(), grids=["plain"])
@@ -87,6 +90,68 @@ def test_crew_replaces_a_worker_that_was_killed(tmp_path: Path, study: str) -> N
     assert {entry.standing for entry in entries} == {Standing.DONE}
     assert completed(options) == Counter(point.key for point in options.points())
     assert len(find_runs([options.folder])) == len(entries)
+
+
+class Thing:
+    pass
+
+
+def worker_that_is_told_to_stop(options: SweepOptions, swallowed: bool, went_on: Path) -> None:
+    """SIGTERM arrives at the third step of its first run, if need be where nothing can be raised."""
+
+    def train(folder: RunFolder, *, listen: Callable[[Record], None], **setup: Any) -> Record:
+        def interrupted(record: Record) -> None:
+            if record["kind"] == "step" and record["step"] == 3:
+                thing = Thing()
+                callback = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGTERM))
+                if swallowed:
+                    del thing
+                else:
+                    signal.raise_signal(signal.SIGTERM)
+                assert callback() is None
+                went_on.touch()
+            listen(record)
+
+        return training.train(folder, listen=interrupted, **setup)
+
+    launch.train = train
+    launch._worker_process(options, 1)
+
+
+@pytest.mark.parametrize("swallowed", [False, True])
+def test_a_worker_that_is_told_to_stop_gives_back_its_trial(tmp_path: Path, study: str, swallowed: bool) -> None:
+    """Also where SIGTERM arrives in a callback from which Python lets no exception out."""
+    options, went_on = small_sweep(tmp_path, str(tmp_path / "sweep.db"), study), tmp_path / "went-on"
+    worker = multiprocessing.get_context("spawn").Process(
+        target=worker_that_is_told_to_stop, args=(options, swallowed, went_on)
+    )
+    worker.start()
+    worker.join()
+    assert worker.exitcode == 0
+    assert went_on.exists() == swallowed
+    board = options.board()
+    standings = {entry.standing for entry in board.survey(options.points())}
+    board.close()
+    assert standings == {Standing.OPEN}
+
+
+def test_a_worker_that_does_not_stop_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "PATIENCE", 0.1)
+    crew = launch._Crew(small_sweep(tmp_path, "x.db", "x"), 1)
+    ready = tmp_path / "ready"
+    process = multiprocessing.get_context("spawn").Process(target=deaf, args=(ready,))
+    process.start()
+    wait_for(ready.exists)
+    crew._processes = [process]
+    process.terminate()
+    crew._wait()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def deaf(ready: Path) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ready.touch()
+    time.sleep(600)
 
 
 def test_stop_and_resume(tmp_path: Path, storage: str, study: str) -> None:

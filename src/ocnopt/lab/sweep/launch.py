@@ -15,12 +15,16 @@ from types import FrameType
 import torch
 
 from ocnopt.lab.recipes import read_recipe
+from ocnopt.lab.runs import Record
 from ocnopt.lab.sweep.board import ATTEMPTS, Board, Entry, settled
 from ocnopt.lab.sweep.points import Point, points_of
 from ocnopt.lab.sweep.storage import Pulse
-from ocnopt.lab.sweep.worker import Train, Watch, work
+from ocnopt.lab.sweep.worker import Watch, work
 from ocnopt.lab.training import train
 from ocnopt.lab.world import find_device
+
+#: seconds for which workers may give back their trials, once they are told to stop
+PATIENCE = 10.0
 
 
 class SweepError(Exception):
@@ -63,7 +67,7 @@ class SweepOptions:
     def board(self) -> Board:
         return Board(self.storage, self.study, self.pulse)
 
-    def train(self) -> Train:
+    def train(self) -> partial[Record]:
         return partial(train, device=find_device(self.device), data_dir=self.data_dir, download=self.download)
 
 
@@ -111,7 +115,15 @@ class _Crew:
         finally:
             for process in self._processes:
                 process.terminate()  # those that have nothing left to do are ending anyway
-            for process in self._processes:
+            self._wait()
+
+    def _wait(self) -> None:
+        """Until all have ended. One that does not is killed, and its trial taken up again like that of a dead one."""
+        deadline = time.monotonic() + PATIENCE
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.exitcode is None:
+                process.kill()
                 process.join()
 
     def _start(self) -> SpawnProcess:
@@ -134,17 +146,41 @@ class _Crew:
 
 def _worker_process(options: SweepOptions, workers: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to everybody; the parent decides
-    signal.signal(signal.SIGTERM, _stop)
+    stop = _Stop()
+    signal.signal(signal.SIGTERM, stop)
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
     parent = multiprocessing.parent_process()
     assert parent is not None
+    train = partial(options.train(), listen=stop.listen)
     board = options.board()
     try:
-        work(board, options.points(), options.folder, options.train(), pulse=options.pulse, go_on=parent.is_alive)
+        work(
+            board,
+            options.points(),
+            options.folder,
+            train,
+            pulse=options.pulse,
+            go_on=lambda: parent.is_alive() and not stop.asked,
+        )
     finally:
         board.close()
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: the trial is being given back
-    raise SystemExit(0)
+class _Stop:
+    """Ends the process, wherever it is, at the first SIGTERM; later ones must not disturb the giving back of the trial.
+
+    Python swallows what a handler raises inside ``__del__`` or the callback of a weak reference. So the wish is also
+    remembered, and met before the next record of the run or the next claim.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if not self.asked:
+            self.asked = True
+            raise SystemExit(0)
+
+    def listen(self, record: Record) -> None:
+        if self.asked:
+            raise SystemExit(0)
