@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from ocnopt.curvature import BY_NAME, Curvature
+from ocnopt.games.alignment import rules_of
 
 #: one value for all parameter groups: these describe the game, not a player
-WHOLE_GAME = ("feedback", "rank", "gauss_newton", "bellman", "clamp", "maximize")
+WHOLE_GAME = ("feedback", "rank", "gauss_newton", "bellman", "clamp", "maximize", "game", "alignment", "state")
 
 
 def _number(
@@ -58,6 +59,13 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "rank": (_is_rank, "a whole number ≥ 1 or 'full'"),
     "gauss_newton": (_number(0.0, open_low=True), "a number > 0"),
     "bellman": (_one_of("consistent", "paper"), "'consistent' or 'paper'"),
+    "game": (_one_of("cooperative", "noncooperative"), "'cooperative' or 'noncooperative'"),
+    "alignment": (
+        lambda v: rules_of(v) is not None,
+        "'first', 'last', 'random', 'adaptive', a whole number ≥ 0, an Alignment, or a dict of these by module",
+    ),
+    "state": (_one_of("live", "accumulated"), "'live' or 'accumulated'"),
+    "players": (_is_count, "a whole number ≥ 1"),
     "clamp": (_flag, "True or False"),
     "momentum": (_number(0.0, 1.0), "a number in [0, 1)"),
     "ema": (_flag, "True or False"),
@@ -106,6 +114,8 @@ def why_model(group: Mapping[str, Any]) -> str | None:
         return f"curvature={curvature.name!r}"
     if group["feedback"] == "nonlinear":
         return "feedback='nonlinear'"
+    if group["game"] == "noncooperative" and group["feedback"] != "off":
+        return "game='noncooperative'"
     if group["feedback"] != "off" and group["rank"] != 1:
         return f"rank={group['rank']!r}"
     return None

@@ -1,6 +1,7 @@
 """The Bellman recursion, collapsed to r×r kernels. Pure mathematics: no modules, no hooks, no devices.
 
-Notation (S stages, r groups of samples, all in autograd's scale):
+Notation (S stages, r groups of samples, all in autograd's scale; a stage has one or several seats, see
+:class:`~ocnopt.stages.Stages`):
 
 =========  ============  ==============================================================================
 ``K``      ``[S, r, r]``  stage kernel Σ_players G^T M^{-1} G
@@ -15,6 +16,7 @@ Notation (S stages, r groups of samples, all in autograd's scale):
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Protocol
 
@@ -35,11 +37,11 @@ class Policy(ABC):
     @property
     @abstractmethod
     def projections(self) -> Tensor:
-        """``[S]``: how many eigenvalues were cut to keep V^xx positive semi-definite."""
+        """``[N]``: how many eigenvalues were cut at the stage of each seat to keep V^xx positive semi-definite."""
 
     @abstractmethod
-    def weights(self, k: int, s: Tensor) -> Tensor:
-        """w_k for the differential state ``s``."""
+    def weights(self, seat: int, s: Tensor) -> Tensor:
+        """w of a seat for the differential state ``s`` of its stage."""
 
     @abstractmethod
     def value(self, k: int) -> tuple[Tensor, Tensor]:
@@ -47,12 +49,14 @@ class Policy(ABC):
 
 
 class StageKernels(Protocol):
-    """K and u of all stages, ``[S, r, r]`` and ``[S, r]``, and their sums over the stages."""
+    """K and u of all seats, ``[N, r, r]`` and ``[N, r]``, their sums by stage, and over everything."""
 
     @property
     def K(self) -> Tensor: ...
     @property
     def u(self) -> Tensor: ...
+    @property
+    def by_stage(self) -> tuple[Tensor, Tensor]: ...
     @property
     def total(self) -> tuple[Tensor, Tensor]: ...
 
@@ -61,33 +65,52 @@ class Consistent(Policy):
     """Q_θθ contains its own Gauss-Newton term, as DDP's eq. (Q2nd) says. Positive definite by construction.
 
     J_k = Σ_K^{-1} + Σ_{j≥k} K_j,   b_k = Σ_K^{-1} 1 − Σ_{j≥k} u_j,   w_k = J_k^{-1} (b_k + s_k).
+
+    Seats that do not cooperate take the others of their stage for frozen: J_{k+1} + K_n and b_{k+1} − u_n. What is
+    passed back to earlier stages is the value of the cooperative game either way.
     """
 
-    def __init__(self, kernels: StageKernels, precision: Tensor) -> None:
+    def __init__(
+        self, kernels: StageKernels, precision: Tensor, stage_of: Sequence[int], cooperative: bool = True
+    ) -> None:
         self.kernels, self.precision = kernels, precision
+        self.stage_of, self.cooperative = stage_of, cooperative
 
     @cached_property
     def J(self) -> Tensor:
-        return torch.diag(self.precision) + _reverse_cumsum(self.kernels.K)
+        """``[S, r, r]``."""
+        return torch.diag(self.precision) + _reverse_cumsum(self.kernels.by_stage[0])
 
     @cached_property
     def b(self) -> Tensor:
-        return self.precision - _reverse_cumsum(self.kernels.u)
+        return self.precision - _reverse_cumsum(self.kernels.by_stage[1])
+
+    @cached_property
+    def _of_seats(self) -> tuple[Tensor, Tensor]:
+        """J and b as each seat sees them, or as each stage does where its seats cooperate."""
+        if self.cooperative:
+            return self.J, self.b
+        later = list(self.stage_of)
+        J = torch.cat([self.J[1:], torch.diag(self.precision)[None]])
+        b = torch.cat([self.b[1:], self.precision[None]])
+        return J[later] + self.kernels.K, b[later] - self.kernels.u
 
     @cached_property
     def _factors(self) -> Tensor:
-        """One batched Cholesky factorisation for all stages; NaN where it breaks down, for the caller to mask."""
-        factors, info = torch.linalg.cholesky_ex(self.J)
+        """One batched Cholesky factorisation for all of them; NaN where it breaks down, for the caller to mask."""
+        factors, info = torch.linalg.cholesky_ex(self._of_seats[0])
         return torch.where((info == 0)[:, None, None], factors, torch.nan)
 
     @property
     def projections(self) -> Tensor:
         return torch.zeros_like(self.kernels.K[:, 0, 0])
 
-    def weights(self, k: int, s: Tensor) -> Tensor:
-        if self.J.shape[-1] == 1:
-            return (self.b[k] + s) / self.J[k, 0]
-        return torch.cholesky_solve((self.b[k] + s)[:, None], self._factors[k])[:, 0]
+    def weights(self, seat: int, s: Tensor) -> Tensor:
+        J, b = self._of_seats
+        n = self.stage_of[seat] if self.cooperative else seat
+        if J.shape[-1] == 1:
+            return (b[n] + s) / J[n, 0]
+        return torch.cholesky_solve((b[n] + s)[:, None], self._factors[n])[:, 0]
 
     def whole_network(self) -> Tensor:
         """w of the linear rollout, one for all stages: J_0^{-1} b_0, the damped Gauss-Newton step of the network."""
@@ -106,9 +129,12 @@ class Paper(Policy):
 
     An approximate C can leave the cone of positive semi-definite V^xx. The factor L of Σ = L L^T is propagated, and
     eigenvalues Λ > 1 of L^T K L are projected *jointly* in a and Σ: projecting Σ alone lets a flip its sign.
+
+    With Q_θθ := C the players of a stage do not see each other: cooperative and non-cooperative games are the same.
     """
 
-    def __init__(self, precision: Tensor) -> None:
+    def __init__(self, precision: Tensor, stage_of: Sequence[int]) -> None:
+        self.stage_of = stage_of
         self._a = [torch.ones_like(precision)]  # a_K, a_{K-1}, …
         self._L = [torch.diag(precision.rsqrt())]
         self._cut: list[Tensor] = []
@@ -137,10 +163,10 @@ class Paper(Policy):
 
     @property
     def projections(self) -> Tensor:
-        return torch.stack(self._cut[::-1])
+        return torch.stack(self._cut[::-1])[list(self.stage_of)]
 
-    def weights(self, k: int, s: Tensor) -> Tensor:
-        a, Sigma = self.value(k + 1)
+    def weights(self, seat: int, s: Tensor) -> Tensor:
+        a, Sigma = self.value(self.stage_of[seat] + 1)
         return a + Sigma @ s
 
     def value(self, k: int) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ operation.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -32,7 +32,7 @@ class Bucket:
     players: list[Player]
     params: list[Tensor]
     states: list[dict[str, Any]]
-    stages: list[int]  # of each player
+    seats: list[int]  # of each player
     gradients: GroupGradients
     groups: Groups
     calls: Mapping[int, list[list[Call]]]  # id(player) → forward passes → calls of its module
@@ -64,13 +64,24 @@ class Bucket:
         return [state[key] for state in self.states]
 
     def force(self, a: Tensor | None) -> list[Tensor]:
-        """Q_θ = G a + γθ (a = 1 in consistent mode): the gradient of the Bellman objective."""
-        return self._with_decay(self.gradients.total() if a is None else self.gradients.mix(a))
+        """Q_θ = G a + γθ (a = 1 in consistent mode): the gradient of the Bellman objective.
 
-    def _with_decay(self, q: list[Tensor]) -> list[Tensor]:
+        One of N fictitious players holds θ/N, and with it its share of the decay.
+        """
+        return self._with_decay(self.gradients.total() if a is None else self.gradients.mix(a), 1 / self.fictitious)
+
+    def _with_decay(self, q: list[Tensor], share: float = 1.0) -> list[Tensor]:
         if not self.group["decoupled_weight_decay"] and any(self._decays):
-            return list(torch._foreach_add(q, self._decayed()))
+            return list(torch._foreach_add(q, self._decayed(), alpha=share))
         return q
+
+    @property
+    def fictitious(self) -> int:
+        """N of eq. (robust-traj): θ is the sum of N players with a metric each, which cooperate. They have the same
+        gradient, so they take the same step: N kernels, N steps, and the linear cost shared out among them.
+        """
+        N: int = self.group["players"]
+        return N
 
     @property
     def _decays(self) -> list[float]:
@@ -124,10 +135,10 @@ class Bucket:
     # --- acting ---
 
     def apply(self, w: Tensor) -> None:
-        """θ ← θ − φ M^{-1} (G w + ℓ), and the momentum goes on."""
+        """θ ← θ − φ M^{-1} (N G w + ℓ), and the momentum goes on."""
         group, mu = self.group, self.group["momentum"]
         assert self.metric is not None
-        direction = self._with_decay(self.gradients.mix(w))
+        direction = self._with_decay(self.gradients.mix(self.fictitious * w))
         if mu:
             direction = self._advance_momentum(direction)
         step = torch._foreach_mul(self.metric.solve(direction), self.ok * self.lr / self._momentum_correction)
@@ -147,9 +158,9 @@ class Bucket:
             return d
         return m
 
-    def select(self, stage: int) -> Bucket | None:
-        """The players of one stage, or ``None``. Shares state with the whole."""
-        chosen = [i for i, theirs in enumerate(self.stages) if theirs == stage]
+    def select(self, seats: Sequence[int]) -> Bucket | None:
+        """The players of some seats, or ``None``. Shares state with the whole."""
+        chosen = [i for i, theirs in enumerate(self.seats) if theirs in seats]
         if not chosen:
             return None
         ends = list(accumulate((len(player.params) for player in self.players), initial=0))
@@ -159,10 +170,10 @@ class Bucket:
             players=[self.players[i] for i in chosen],
             params=[self.params[j] for j in index],
             states=[self.states[j] for j in index],
-            stages=[stage] * len(chosen),
+            seats=[self.seats[i] for i in chosen],
             gradients=self.gradients.select(index),
             metric=None if self.metric is None else self.metric.select(index),
         )
 
-    def parameter_stages(self) -> list[int]:
-        return [stage for stage, player in zip(self.stages, self.players, strict=True) for _ in player.params]
+    def parameter_seats(self) -> list[int]:
+        return [seat for seat, player in zip(self.seats, self.players, strict=True) for _ in player.params]

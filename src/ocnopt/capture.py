@@ -6,7 +6,8 @@ enters the tape when its first adjoint arrives. A graph that is thrown away take
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from ocnopt.chain import Ends, is_chain
 from ocnopt.environment import Autocast, Environment
+from ocnopt.games.flow import Flow, Recorder, innermost
 from ocnopt.hosts import Execution, Host
 from ocnopt.layers.base import Call
 from ocnopt.rng import RNGState
@@ -28,12 +30,12 @@ Sinks = Sequence[Any]
 class Need:
     """What the configuration asks the hooks to keep."""
 
-    order: bool = False  # only which module runs when
+    flow: bool = False  # which module runs when, and who reads whom
     calls: bool = False  # inputs and output adjoints: groups of samples, Kronecker factors
     states: bool = False  # everything that a second forward pass is compared with
 
     def __bool__(self) -> bool:
-        return self.order or self.calls or self.states
+        return self.flow or self.calls or self.states
 
 
 @dataclass
@@ -48,6 +50,7 @@ class Pass:
     environment: Environment | None = None
     order: list[str] = field(default_factory=list)  # modules in the order of their calls
     chain: bool = False
+    flow: Flow | None = None
     outputs: list[Tensor] = field(default_factory=list)
     output_versions: list[int] = field(default_factory=list)
     D: dict[int, Tensor] = field(default_factory=dict)  # ∂L/∂x_K, by output
@@ -150,9 +153,13 @@ class Tape:
     def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module], need: Callable[[], Need]) -> None:
         self.model, self.need = model, need
         self._modules = dict(modules)
-        self._measured = {n for n in modules if not any(other != n and _inside(other, n) for other in modules)}
+        self._measured = innermost(modules)
         self.records: list[Record] = []
         self.order: list[str] = []  # of the last pass
+        self.flow: Flow | None = None  # of the last pass
+        self._flows: list[Flow] = []
+        self._recorder: Recorder | None = None
+        self._random: RNGState | None = None
         self.rollout: Rollout | None = None
         self.randomised: set[str] = set()  # modules that draw random numbers which their adapter must draw again
         self._current: Pass | None = None
@@ -176,6 +183,20 @@ class Tape:
         for handle in self._handles:
             handle.remove()
         self.clear()
+
+    @contextmanager
+    def following(self, rollout: Rollout) -> Iterator[None]:
+        """The hooks record nothing while the model runs again: they tell ``rollout``."""
+        self.rollout = rollout
+        try:
+            yield
+        finally:
+            self.rollout = None
+
+    def release(self) -> None:
+        """Give back what is needed neither for metrics nor for group gradients any more: a second pass wants memory."""
+        for record in self.records:
+            record.d, record.inputs, record.outputs, record.args, record.kwargs = {}, [], {}, (), {}
 
     def clear(self) -> None:
         """Forget what arrived. The graph may still be alive: a second backward pass through it starts from nothing."""
@@ -205,17 +226,21 @@ class Tape:
             return
         if all(p.grad is None for p in model.parameters()):
             self.clear()  # the gradients of earlier passes are gone, so their records are of no use
-        args, kwargs = _detached((args, kwargs))
+        given = args, kwargs
+        args, kwargs = _detached(given)
         self._current = Pass(_batch_size(args, kwargs), args, kwargs, _versions((args, kwargs)))
         self._current.autocast = Autocast.capture(model)
         if need.states:
             self._current.environment = Environment.capture(model)
+        if need.flow or (need.states and not self._chain):  # in a chain everybody knows who comes next
+            self._follow(model, tensors(given))
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        flow = self._followed(output)
         this, self._current, self._open = self._current, None, []
         if this is None:
             return
-        self.order = this.order
+        self.order, self.flow, this.flow = this.order, flow, flow
         if not self.need().states:
             return
         outputs = floating(output)
@@ -227,6 +252,28 @@ class Tape:
                 t.register_hook(_adder(this.D, i, this.sinks))
         self._graph = []
 
+    # --- its data flow ---
+
+    def _follow(self, model: nn.Module, inputs: list[Tensor]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._random = RNGState.capture(devices_of(model))
+        self._recorder = Recorder(model, inputs)
+        self._recorder.__enter__()  # type: ignore[no-untyped-call]
+
+    def _followed(self, output: Any) -> Flow | None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is None or self._random is None:
+            return None
+        recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        flow = recorder.finish(output, self._flows)
+        if flow in self._flows:
+            self._flows.remove(flow)
+        elif not self._random.same_as(RNGState.capture(self._random.states)):
+            flow.fixed = "the model draws random numbers"
+        self._flows = [flow, *self._flows[:15]]  # the last one first: it is the likeliest
+        return flow
+
     # --- its modules ---
 
     def _before(self, name: str) -> Callable[..., Any]:
@@ -236,6 +283,8 @@ class Tape:
             if self.rollout is not None:
                 self.rollout.before(name, occurrence, tensors((args, kwargs)))
                 return None
+            if self._recorder is not None and name in self._measured:
+                self._recorder.enter(name, args, kwargs)
             need = self._needed()
             if not need:
                 return None
@@ -271,20 +320,26 @@ class Tape:
             if self.rollout is not None:
                 self.rollout.after(name, self._counts[name] - 1, floating(output))
                 return None
-            if not self._open or self._open[-1].module is not module:
-                return None
-            record = self._open.pop()
-            handed_out = any(t.requires_grad and t.grad_fn is None for t in floating(output))
-            if handed_out:  # a hook on a leaf (a parameter, handed out as it is) would stay for ever
-                output = mapped(lambda t: t.view_as(t) if t.requires_grad and t.grad_fn is None else t, output)
-            for i, t in enumerate(floating(output)):
-                if t.requires_grad:
-                    t.register_hook(self._arrival(record, i, t.detach()))
-                    if self._graph:
-                        self._graph[-1][1].append(t.grad_fn)
-            return output if handed_out else None
+            changed = self._watch_outputs(module, output)
+            if self._recorder is not None and name in self._measured:
+                self._recorder.leave(name, output if changed is None else changed)
+            return changed
 
         return hook
+
+    def _watch_outputs(self, module: nn.Module, output: Any) -> Any:
+        if not self._open or self._open[-1].module is not module:
+            return None
+        record = self._open.pop()
+        handed_out = any(t.requires_grad and t.grad_fn is None for t in floating(output))
+        if handed_out:  # a hook on a leaf (a parameter, handed out as it is) would stay for ever
+            output = mapped(lambda t: t.view_as(t) if t.requires_grad and t.grad_fn is None else t, output)
+        for i, t in enumerate(floating(output)):
+            if t.requires_grad:
+                t.register_hook(self._arrival(record, i, t.detach()))
+                if self._graph:
+                    self._graph[-1][1].append(t.grad_fn)
+        return output if handed_out else None
 
     def _arrival(self, record: Record, i: int, out: Tensor) -> Callable[[Tensor], None]:
         """The hook of output i. ``out`` shares its memory: an in-place activation after the layer overwrites it.
@@ -334,10 +389,6 @@ class Tape:
         if self._chains.get(key, True):
             self._chains[key] = is_chain(self._graph, outputs)
         return self._chains[key]
-
-
-def _inside(name: str, parent: str) -> bool:
-    return not parent or name.startswith(parent + ".")
 
 
 def _pass_on(record: Record, nodes: list[Any], value: Any) -> Any:

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One stage of the last step."""
+    """One layer in the last step."""
 
     name: str
-    trace: float  #: trace of the stage kernel K: how far the layer alone would move the loss
+    stage: int  #: layers of the same stage act on the same state
+    trace: float  #: trace of its kernel K: how far the layer alone would move the loss
     w_min: float  #: smallest and largest weight that the policy gave to a group of samples; 1 is plain descent
     w_max: float
     s: float  #: change of the loss that the layers before are predicted (nonlinear: measured) to have made
@@ -39,9 +40,10 @@ class Diagnostics:
     """
 
     names: Sequence[str] = ()
+    stage_of: Sequence[int] = ()  # the stage of each of these
     policy: Policy | None = field(default=None, repr=False)  # the value function of each stage: policy.value(k)
     kernels: Kernels | None = field(default=None, repr=False)
-    asked: Tensor | None = field(default=None, repr=False)  # w before clamping, [S, r]
+    asked: Tensor | None = field(default=None, repr=False)  # w before clamping, [N, r]
     w: Tensor | None = field(default=None, repr=False)
     measured_s: Tensor | None = field(default=None, repr=False)
     measured_change: Tensor | None = field(default=None, repr=False)
@@ -52,11 +54,13 @@ class Diagnostics:
 
     @property
     def s(self) -> Tensor | None:
-        """s_k of each stage, ``[S, r]``."""
+        """s as each layer saw it, ``[N, r]``."""
         if self.measured_s is not None or self.kernels is None:
             return self.measured_s
         changes = self._change(self.kernels.plan)
-        return changes.cumsum(0) - changes
+        before = changes.cumsum(0) - changes
+        first = [self.stage_of.index(k) for k in self.stage_of]  # the layers of a stage are next to each other
+        return before[first]
 
     def _change(self, kernels: tuple[Tensor, Tensor]) -> Tensor:
         assert self.w is not None
@@ -72,8 +76,8 @@ class Diagnostics:
         columns = (traces, self.w.amin(1), self.w.amax(1), self.sign * self.s.sum(1), clamped, self.policy.projections)
         rows = torch.stack([c.to(torch.float64) for c in columns], 1).tolist()
         return [
-            LayerReport(name, trace, low, high, s, round(clamps), round(cuts))
-            for name, (trace, low, high, s, clamps, cuts) in zip(self.names, rows, strict=True)
+            LayerReport(name, stage, trace, low, high, s, round(clamps), round(cuts))
+            for name, stage, (trace, low, high, s, clamps, cuts) in zip(self.names, self.stage_of, rows, strict=True)
         ]
 
     @cached_property

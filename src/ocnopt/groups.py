@@ -51,6 +51,10 @@ class Groups:
         ones = torch.full((self.batch,), 1.0 / self.batch, dtype=like.dtype, device=like.device)
         return torch.zeros(self.rank, dtype=like.dtype, device=like.device).index_add_(0, rows, ones)
 
+    def fit(self, t: Tensor) -> bool:
+        """Can a tensor be split into groups, as far as its shape tells? (One group is everything.)"""
+        return self.rank == 1 or t.shape[:1] == (self.batch,)
+
     def sum(self, rows: Tensor) -> Tensor:
         """Add up the rows of each group: ``[B, ...] -> [r, ...]``."""
         if self.even:

@@ -16,6 +16,10 @@ from ocnopt.capture import Need, Pass, Tape
 from ocnopt.curvature import BY_NAME, Curvature
 from ocnopt.diagnostics import Diagnostics
 from ocnopt.fallbacks import Fallbacks
+from ocnopt.games.alignment import Rules, plain, rules_of
+from ocnopt.games.game import Game, Round
+from ocnopt.games.live import Live
+from ocnopt.games.replay import verify
 from ocnopt.groups import Groups
 from ocnopt.hosts import Host
 from ocnopt.linalg import without_autocast
@@ -38,7 +42,7 @@ class OCNOpt(Optimizer):
     Args:
         params: tensors, named pairs or groups, as for every optimizer of torch. Groups may set any of the arguments
             below, except those of the whole game: ``feedback``, ``rank``, ``gauss_newton``, ``bellman``, ``clamp``,
-            ``maximize``.
+            ``maximize``, ``game``, ``alignment``, ``state``.
         lr: step size (η). Part of the problem that the Bellman equation solves, hence forgiving.
         model: the network that holds the parameters. Needed for ``rank`` > 1, ``feedback="nonlinear"`` and Kronecker
             curvature.
@@ -52,6 +56,14 @@ class OCNOpt(Optimizer):
         bellman: ``"consistent"`` keeps the Gauss-Newton term in Q_θθ; ``"paper"`` replaces Q_θθ by the curvature, as
             printed.
         clamp: keep the weights of the groups in [0, 1].
+        game: do the players of a stage, layers that act on the same state, plan together (``"cooperative"``), or does
+            each take the others for frozen (``"noncooperative"``)?
+        alignment: when a branch that has time to spare acts, such as a skip connection with parameters: ``"first"``,
+            ``"last"``, by how many stages it is late, ``"random"``, ``"adaptive"``, an
+            :class:`~ocnopt.games.Alignment`, or a dict of these by names of modules. See :attr:`game`.
+        state: how ``"nonlinear"`` measures what has changed upstream in a network that is no chain: ``"live"``, over
+            all that is still to be read; ``"accumulated"``, layer by layer, which needs no data flow.
+        players: fictitious players of each parameter (N), which share its step.
         momentum, ema, nesterov: momentum (μ), inside the recursion. ``ema=True`` averages as Adam does, ``ema=False``
             is torch's SGD.
         weight_decay, decoupled_weight_decay: γ; decoupled is AdamW's.
@@ -73,6 +85,10 @@ class OCNOpt(Optimizer):
         gauss_newton: float = 1.0,
         bellman: str = "consistent",
         clamp: bool = True,
+        game: str = "cooperative",
+        alignment: Rules = "first",
+        state: str = "live",
+        players: int = 1,
         momentum: float = 0.9,
         ema: bool = True,
         nesterov: bool = False,
@@ -104,6 +120,7 @@ class OCNOpt(Optimizer):
         self._roster: tuple[Any, list[Player]] | None = None
         self._stages: Stages | None = None
         self._assigned: tuple[Any, Stages] | None = None
+        self._game = Game()
         self._module_order: list[str] | None = None  # where no call is recorded, the order of definition stands in
         self._alone: dict[tuple[Player, int], Player] = {}
         self._fallbacks = Fallbacks()
@@ -142,7 +159,7 @@ class OCNOpt(Optimizer):
         if not any(id(p) in mine for p in model.parameters()):
             raise ValueError("model holds none of the parameters of this optimizer")
         self.detach()
-        self._model = model
+        self._model = self._game.model = model
         for name, module in model.named_modules():
             if isinstance(module, Host):
                 module.attached(self, name)
@@ -158,6 +175,7 @@ class OCNOpt(Optimizer):
             self._unhook()
         self._unhook = None
         self._model, self._tape, self._roster, self._stages = None, None, None, None
+        self._game = Game()
         self._module_order = None
         self._fallbacks, self._seated = Fallbacks(), []
 
@@ -177,7 +195,7 @@ class OCNOpt(Optimizer):
         playing = group["feedback"] != "off"
         kronecker = any(resolve(g["curvature"]).needs_model for g in self.param_groups)
         return Need(
-            order=playing and group["bellman"] == "paper",
+            flow=playing and (group["bellman"] == "paper" or group["game"] == "noncooperative"),
             calls=kronecker or (playing and group["rank"] != 1),
             states=group["feedback"] == "nonlinear",
         )
@@ -209,6 +227,7 @@ class OCNOpt(Optimizer):
         finally:
             if self._tape is not None:
                 self._tape.clear()
+        self._game.aligner.after_step(rules_of(self.param_groups[0]["alignment"]) or {})
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -268,16 +287,19 @@ class OCNOpt(Optimizer):
         if self._tape is not None:
             players = self._fallbacks.players(self._tape, players, groups.rank > 1, self.state)
         self._seated = players
-        self._stages = self._assign(players, self._order(this))
+        live = self._arrange(players, this, groups)
+        assert self._stages is not None
         if group["feedback"] == "nonlinear":
-            self._fallbacks.uncalled(p for p in players if self._stages.of_player[id(p)] in self._stages.uncalled)
+            self._fallbacks.uncalled(
+                p for p in players if self._stages.stage_of[self._stages.seat_of[id(p)]] in self._stages.uncalled
+            )
         records = self._tape.records if self._tape is not None else []
         before = loss.detach() if isinstance(loss, Tensor) else loss
         if before is not None and not isinstance(before, Tensor):
             before = torch.tensor(before, dtype=torch.float64)
         with Snapshot(players, self.state) if group["feedback"] == "nonlinear" else nullcontext():
-            problem = pose(players, self._stages.of_player, records, self.state, groups, before, group["maximize"])
-            self._diagnostics = play(problem, self._stages, group, self._tape, this)
+            problem = pose(players, self._stages, records, self.state, groups, before, group["maximize"])
+            self._diagnostics = play(problem, group, self._tape, this, live)
         problem.tick()
         self._count += 1
         self._skips.count(problem)
@@ -322,11 +344,65 @@ class OCNOpt(Optimizer):
             return self._tape.order
         return self._module_order
 
-    def _assign(self, players: list[Player], order: list[str] | None) -> Stages:
-        key = (tuple(players), None if order is None else tuple(order))
+    def _arrange(self, players: list[Player], this: Pass | None, groups: Groups) -> Live | None:
+        """Seat the players. Where the network is going to run again stage by stage, what that needs is returned."""
+        group, game, live = self.param_groups[0], self._game, None
+        game.why_accumulated = None
+        need, tape = self._need(), self._tape
+        rules = rules_of(group["alignment"])
+        assert rules is not None
+        flow = None if tape is None else (this or tape).flow
+        chain = this is not None and this.chain
+        if chain and flow is not None:
+            game.arrange(flow, rules)
+        if chain or tape is None or group["feedback"] == "off" or not (need.flow or need.states):
+            self._stages = self._assign(players, self._order(this), None)
+            return None
+        why = "it was not seen" if flow is None else flow.unknown
+        placed = None
+        if flow is not None and why is None:
+            placed = game.arrange(flow, rules)
+            if group["feedback"] == "nonlinear" and this is not None:
+                live, why = self._follow(placed, this, groups)
+        if why is not None:
+            placed, game.why_accumulated = None, why
+            if rules != rules_of("first"):
+                raise RuntimeError(
+                    f"alignment={group['alignment']!r} needs a network that can run stage by stage, and this one "
+                    f"cannot: {why}"
+                )
+        self._stages = self._assign(players, self._order(this), placed)
+        return live
+
+    def _follow(self, placed: Round, this: Pass, groups: Groups) -> tuple[Live | None, str | None]:
+        """The rollout over the data flow of this pass, or why it must be the accumulated one."""
+        assert self._tape is not None
+        if self.param_groups[0]["state"] == "accumulated":
+            return None, "state='accumulated'"
+        if placed.flow.why_fixed is None and not placed.flow.checked:
+            verify(placed.flow, self._tape, this)
+        if placed.flow.why_fixed is not None:
+            return None, placed.flow.why_fixed
+        live = Live(placed.flow, placed.placement, placed.edges, self._tape, this)
+        why = live.why_not(groups)
+        return (live, None) if why is None else (None, why)
+
+    def _assign(self, players: list[Player], order: list[str] | None, placed: Round | None) -> Stages:
+        key = (tuple(players), None if order is None else tuple(order), placed)
         if self._assigned is None or self._assigned[0] != key:
-            self._assigned = key, Stages.assign(players, order)
+            if placed is None or self._model is None:
+                stages = Stages.in_order(players, order)
+            else:
+                stages = Stages.placed(players, placed.placement, self._model)
+            self._assigned = key, stages
         return self._assigned[1]
+
+    # --- the game ---
+
+    @property
+    def game(self) -> Game:
+        """The layers as players: stages, branches that can move, alignment, a drawing."""
+        return self._game
 
     # --- looking at it ---
 
@@ -344,6 +420,8 @@ class OCNOpt(Optimizer):
         seated = {id(p.params[0]): p for p in self._seated}
         players = [seated.get(id(p.params[0]), p) for p in self._players()]
         text = summarise(players, self._stages, split, self._fallbacks.reasons)
+        if group["feedback"] == "nonlinear" and self._game.why_accumulated is not None:
+            text += f"\nstate: accumulated layer by layer, since {self._game.why_accumulated}"
         print(text)
         return text
 
@@ -355,6 +433,9 @@ class OCNOpt(Optimizer):
         for group in saved["param_groups"]:
             if isinstance(group["curvature"], Curvature):
                 group["curvature"] = group["curvature"].name
+            group["alignment"] = plain(group["alignment"])
+        if aligner := self._game.aligner.state_dict():
+            saved["game"] = aligner
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -364,10 +445,14 @@ class OCNOpt(Optimizer):
         for name, curvature in zip(theirs, mine, strict=False):  # another number of groups is torch's to refuse
             if name is not None and name not in BY_NAME and name != curvature.name:
                 raise ValueError(f"the checkpoint has curvature {name!r}, this optimizer {curvature.name!r}")
+        rules = [g["alignment"] for g in self.param_groups]
         super().load_state_dict(state_dict)
-        for group, curvature in zip(self.param_groups, mine, strict=True):
+        for group, curvature, rule in zip(self.param_groups, mine, rules, strict=True):
             if group["curvature"] not in BY_NAME:
                 group["curvature"] = curvature
+            if plain(rule) == group["alignment"]:
+                group["alignment"] = rule  # with its reward and its bandit
+        self._game.aligner.load_state_dict(state_dict.get("game", {}))
         order = [i for g in state_dict["param_groups"] for i in g["params"]]
         params = [p for g in self.param_groups for p in g["params"]]
         clocks: dict[tuple[float, torch.device], Tensor] = {}

@@ -13,29 +13,32 @@ from ocnopt import rollout
 from ocnopt.bellman import Consistent, Policy
 from ocnopt.capture import Pass, Tape
 from ocnopt.diagnostics import Diagnostics
+from ocnopt.games.live import Live
 from ocnopt.linalg import without_autocast
 from ocnopt.players import Player
 from ocnopt.problem import Kernels, Problem
+from ocnopt.rollout import Measure
 from ocnopt.stages import Stages
 
 
 def play(
-    problem: Problem, stages: Stages, group: Mapping[str, Any], tape: Tape | None, this: Pass | None
+    problem: Problem, group: Mapping[str, Any], tape: Tape | None, this: Pass | None, live: Live | None
 ) -> Diagnostics:
-    """Update all parameters and say what was done."""
+    """Update all parameters and say what was done. ``live``: the state of the game, where its data flow is known."""
     if group["feedback"] == "off":
         return _descend(problem)
-    policy, kernels = problem.solve(group["bellman"], group["gauss_newton"])
-    answers = Answers(policy, group["clamp"], problem.count)
+    policy, kernels = problem.solve(group["bellman"], group["gauss_newton"], group["game"] == "cooperative")
+    answers = Answers(policy, group["clamp"], problem.stages)
     predicted, sign = None, -1.0 if group["maximize"] else 1.0
     if group["feedback"] == "linear":
         _linear(problem, kernels, answers)
     else:
         assert tape is not None
         assert this is not None
-        predicted = _nonlinear(problem, kernels, answers, stages, tape, this, sign)
+        predicted = _nonlinear(problem, kernels, answers, tape, this, live, sign)
     return Diagnostics(
-        names=stages.names,
+        names=problem.stages.names,
+        stage_of=problem.stages.stage_of,
         policy=policy,
         kernels=kernels,
         asked=answers.asked,
@@ -56,24 +59,33 @@ def _descend(problem: Problem) -> Diagnostics:
 
 
 class Answers:
-    """Asks the policy, keeps its answers in bounds and remembers them: ``[S, r]`` each."""
+    """Asks the policy, keeps its answers in bounds and remembers them: ``[N, r]`` each."""
 
-    def __init__(self, policy: Policy, clamp: bool, count: int) -> None:
-        self.policy, self.clamp, self.count = policy, clamp, count
+    def __init__(self, policy: Policy, clamp: bool, stages: Stages) -> None:
+        self.policy, self.clamp, self.stages = policy, clamp, stages
         self._kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._all: tuple[Tensor, Tensor] | None = None
 
-    def ask(self, k: int, s: Tensor) -> Tensor:
-        asked = self.policy.weights(k, s)
-        self._kept[k] = asked, self._bounded(asked), s
-        return self._kept[k][1]
+    def ask(self, k: int, s: Tensor) -> list[tuple[list[int], Tensor]]:
+        """The weights of the seats of a stage: one answer where they cooperate."""
+        seats = self.stages.seats[k]
+        together = [seats] if self._one_answer else [[seat] for seat in seats]
+        for theirs in together:
+            asked = self.policy.weights(theirs[0], s)
+            self._kept |= dict.fromkeys(theirs, (asked, self._bounded(asked), s))
+        return [(theirs, self._kept[theirs[0]][1]) for theirs in together]
 
-    def ask_once(self) -> Tensor:
-        """The linear rollout of consistent mode: one w for all stages."""
-        assert isinstance(self.policy, Consistent)
-        asked = self.policy.whole_network()
+    @property
+    def _one_answer(self) -> bool:
+        return not isinstance(self.policy, Consistent) or self.policy.cooperative
+
+    def ask_once(self) -> Tensor | None:
+        """The linear rollout of consistent mode: one w for all stages, if all players cooperate."""
+        if not isinstance(self.policy, Consistent) or not self.policy.cooperative:
+            return None
+        asked, count = self.policy.whole_network(), len(self.stages.stage_of)
         bounded = self._bounded(asked)
-        self._all = asked.expand(self.count, -1), bounded.expand(self.count, -1)
+        self._all = asked.expand(count, -1), bounded.expand(count, -1)
         return bounded
 
     def _bounded(self, w: Tensor) -> Tensor:
@@ -93,41 +105,41 @@ class Answers:
         return self._column(2)
 
     def _column(self, i: int) -> Tensor:
-        return torch.stack([self._kept[k][i] for k in range(self.count)])
+        return torch.stack([self._kept[seat][i] for seat in range(len(self.stages.stage_of))])
 
 
 def _linear(problem: Problem, kernels: Kernels, answers: Answers) -> None:
-    if isinstance(answers.policy, Consistent):
-        problem.act(None, answers.ask_once())
+    w = answers.ask_once()
+    if w is not None:
+        problem.act(None, w)
         return
-    s, plan = torch.zeros_like(problem.fractions), kernels.plan
-    for k in range(problem.count):
-        w = answers.ask(k, s)
-        problem.act(k, w)
-        s = s - plan[0][k] @ w - plan[1][k]
+    s, (K, u) = torch.zeros_like(problem.fractions), kernels.plan
+    for k in range(problem.stages.count):
+        for seats, w in answers.ask(k, s):
+            problem.act(seats, w)
+            s = s - K[seats].sum(0) @ w - u[seats].sum(0)
 
 
 def _nonlinear(
-    problem: Problem, kernels: Kernels, answers: Answers, stages: Stages, tape: Tape, this: Pass, sign: float
+    problem: Problem, kernels: Kernels, answers: Answers, tape: Tape, this: Pass, live: Live | None, sign: float
 ) -> Tensor | None:
-    taken = kernels.taken
+    taken, weights = kernels.taken, {}
 
     @without_autocast()  # both are called from inside the model's second pass
-    def act(k: int, s: Tensor) -> Tensor:
-        w = answers.ask(k, s)
-        problem.act(k, w)
-        return w
+    def act(k: int, s: Tensor) -> None:
+        for seats, w in answers.ask(k, s):
+            problem.act(seats, w)
+            weights.update(dict.fromkeys(seats, w))
 
     @without_autocast()
-    def predict(k: int, w: Tensor) -> Tensor:
-        return -(taken[0][k] @ w + taken[1][k])
+    def predict(seat: int) -> Tensor:
+        return -(taken[0][seat] @ weights[seat] + taken[1][seat])
 
-    signs = torch.full_like(problem.fractions, sign)
-    follower = rollout.Nonlinear(this, tape.records, stages.of_module, act, predict, problem.groups, signs)
-    follower.act_before_all(stages.uncalled)
-    change = rollout.nonlinear(tape, this, follower)
-    follower.act_at_last(range(problem.count))
-    return change
+    measure = Measure(problem.groups, torch.full_like(problem.fractions, sign))
+    if live is not None:
+        return live.roll_out(problem.stages, act, predict, measure)
+    follower = rollout.InOrder(this, tape.records, problem.stages, act, predict, measure)
+    return rollout.in_order(tape, this, follower)
 
 
 class Snapshot:

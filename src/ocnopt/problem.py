@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -20,13 +20,14 @@ from ocnopt.layers.base import compute_dtype
 from ocnopt.linalg import full_precision
 from ocnopt.multi import finite, sums_finite
 from ocnopt.players import Player
+from ocnopt.stages import Stages
 
 
 @dataclass
 class Part:
-    """The rows of one bucket: kernels and linear costs by parameter, before they are added up by stage."""
+    """The rows of one bucket: kernels and linear costs by parameter, before they are added up by seat."""
 
-    place: Tensor  # [stages, rows] of zeros and ones
+    place: Tensor  # [seats, rows] of zeros and ones
     K: Tensor  # [rows, r, r]
     u: Tensor  # [rows, r]: what goes through the metric
     free: (
@@ -50,11 +51,12 @@ class Part:
 
 @dataclass
 class Kernels:
-    """What the recursion needs of each stage, ``K: [S, r, r]`` and ``u: [S, r]``, and what weights w are expected to
+    """What the recursion needs of each seat, ``K: [N, r, r]`` and ``u: [N, r]``, and what weights w are expected to
     change.
     """
 
     parts: list[Part]
+    stage_of: Sequence[int]
 
     @property
     def K(self) -> Tensor:
@@ -67,6 +69,12 @@ class Kernels:
     @cached_property
     def _sums(self) -> tuple[Tensor, Tensor]:
         return self._add([part.sums() for part in self.parts])
+
+    @cached_property
+    def by_stage(self) -> tuple[Tensor, Tensor]:
+        stages = _placement(self.stage_of, max(self.stage_of) + 1, self.K)
+        with full_precision():
+            return torch.tensordot(stages, self.K, 1), torch.tensordot(stages, self.u, 1)
 
     @cached_property
     def total(self) -> tuple[Tensor, Tensor]:
@@ -96,64 +104,60 @@ class Problem:
     """The players of one step, in buckets. ``ok`` is 1 on the device, or 0 if this step must leave no trace."""
 
     players: list[Player]
-    stages: list[int]
+    stages: Stages
     buckets: list[Bucket]
     groups: Groups
     fractions: Tensor
     ok: Tensor
     finite: Tensor  # [parameters and calls]
     checked: list[str]  # their names
-    count: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.count = max(self.stages, default=-1) + 1
 
     # --- the backward pass of dynamic programming ---
 
-    def solve(self, mode: str, gauss_newton: float) -> tuple[Policy, Kernels]:
+    def solve(self, mode: str, gauss_newton: float, cooperative: bool) -> tuple[Policy, Kernels]:
         precision = terminal_precision(self.fractions, gauss_newton)
+        stage_of = self.stages.stage_of
         with full_precision():
             if mode == "consistent":
                 for bucket in self.buckets:
                     bucket.metric = bucket.curvature.measure(bucket, None)
-                kernels = Kernels([self._part(bucket, paper=False) for bucket in self.buckets])
-                return Consistent(kernels, precision), kernels
-            return self._solve_backward(precision)
+                kernels = Kernels([self._part(bucket, paper=False) for bucket in self.buckets], stage_of)
+                return Consistent(kernels, precision, stage_of, cooperative), kernels
+            return self._solve_backward(Paper(precision, stage_of))
 
-    def _solve_backward(self, precision: Tensor) -> tuple[Paper, Kernels]:
+    def _solve_backward(self, policy: Paper) -> tuple[Paper, Kernels]:
         """Paper mode: the metric of a stage depends on a_{k+1}, i.e. on the metrics of all later stages."""
-        policy, parts = Paper(precision), []
-        split = [[bucket.select(k) for bucket in self.buckets] for k in range(self.count)]
-        for k in reversed(range(self.count)):
-            here = [bucket for bucket in split[k] if bucket is not None]
+        parts, stage_of = [], self.stages.stage_of
+        split = [[bucket.select(seats) for bucket in self.buckets] for seats in self.stages.seats]
+        for theirs in reversed(split):
+            here = [bucket for bucket in theirs if bucket is not None]
             for bucket in here:
                 bucket.metric = bucket.curvature.measure(bucket, policy.a.to(bucket.ok))
             mine = [self._part(bucket, paper=True) for bucket in here]
-            stage = Kernels(mine)
-            policy.add_stage(stage.K[k], stage.u[k])
+            policy.add_stage(*Kernels(mine, stage_of).total)
             parts += mine
         policy.finish()
         self.buckets = [bucket for stage in split for bucket in stage if bucket is not None]
-        return policy, Kernels(parts)
+        return policy, Kernels(parts, stage_of)
 
     def _part(self, bucket: Bucket, paper: bool) -> Part:
         assert bucket.metric is not None
         lr = bucket.lr
         scale, step = (bucket.gain, lr) if paper else (bucket.gain * lr, 1.0)
         Gi = bucket.gradients.preconditioned(bucket.metric)
-        K = scale * bucket.gradients.kernels(Gi)
+        K = bucket.fictitious * scale * bucket.gradients.kernels(Gi)
         cost, drift = bucket.linear_cost(Gi), bucket.decoupled_drift()
         u = torch.zeros_like(K[:, 0]) if cost is None else scale * cost
         free = None if drift is None else drift * (1.0 if paper else lr)
-        place = _placement(bucket.parameter_stages(), self.count, self.fractions)
+        place = _placement(bucket.parameter_seats(), len(self.stages.stage_of), self.fractions)
         return Part(place, K, u, free, step, bucket.fraction)
 
     # --- acting ---
 
-    def act(self, stage: int | None, w: Tensor) -> None:
-        """Update the players of one stage, or of all of them, with weights w."""
+    def act(self, seats: Sequence[int] | None, w: Tensor) -> None:
+        """Update the players of some seats, or all of them, with weights w."""
         for bucket in self.buckets:
-            chosen = bucket if stage is None else bucket.select(stage)
+            chosen = bucket if seats is None else bucket.select(seats)
             if chosen is not None:
                 chosen.apply(w.to(bucket.ok))
 
@@ -170,13 +174,13 @@ class Problem:
 _PLACEMENTS: dict[tuple[Any, ...], Tensor] = {}
 
 
-def _placement(stages: Sequence[int], count: int, like: Tensor) -> Tensor:
-    """``[stages, players]`` of zeros and ones: a sum by matrix product is deterministic, without a loop."""
-    key = (tuple(stages), count, like.dtype, like.device)
+def _placement(places: Sequence[int], count: int, like: Tensor) -> Tensor:
+    """``[places, members]`` of zeros and ones: a sum by matrix product is deterministic, without a loop."""
+    key = (tuple(places), count, like.dtype, like.device)
     if key not in _PLACEMENTS:
         if len(_PLACEMENTS) > 256:
             _PLACEMENTS.clear()
-        rows = [[1.0 if stage == k else 0.0 for stage in stages] for k in range(count)]
+        rows = [[1.0 if place == k else 0.0 for place in places] for k in range(count)]
         _PLACEMENTS[key] = torch.tensor(rows, dtype=like.dtype, device=like.device)
     return _PLACEMENTS[key]
 
@@ -186,7 +190,7 @@ def _placement(stages: Sequence[int], count: int, like: Tensor) -> Tensor:
 
 def pose(
     players: list[Player],
-    stage_of: Mapping[int, int],
+    stages: Stages,
     records: Sequence[Record],
     state: Mapping[Tensor, dict[str, Any]],
     groups: Groups,
@@ -223,7 +227,6 @@ def pose(
         sorted_in[id(player.group), player.curvature, first.device, first.dtype, id(clock), forms.kind(player)].append(
             i
         )
-    stages = [stage_of[id(p)] for p in players]
     buckets = []
     for (*_, kind), chosen in sorted_in.items():
         theirs = [players[i] for i in chosen]
@@ -235,7 +238,7 @@ def pose(
                 players=theirs,
                 params=params,
                 states=[state[q] for q in params],
-                stages=[stages[i] for i in chosen],
+                seats=[stages.seat_of[id(p)] for p in theirs],
                 gradients=forms.build(kind, theirs),
                 groups=groups,
                 calls={id(p): forms.calls.by_pass(p) for p in theirs} if theirs[0].curvature.needs_model else {},

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RNGState:
     """Snapshot of the default generators of the CPU and of chosen devices.
 
@@ -25,6 +25,10 @@ class RNGState:
         """The present state: the CPU's always, and that of each device named (repetitions do no harm)."""
         wanted = dict.fromkeys([torch.device("cpu"), *map(torch.device, devices)])
         return cls({device: _get(device) for device in wanted})
+
+    def same_as(self, other: RNGState) -> bool:
+        """Has nothing been drawn between the two?"""
+        return all(torch.equal(state, other.states[device]) for device, state in self.states.items())
 
     @contextmanager
     def restored(self) -> Iterator[None]:

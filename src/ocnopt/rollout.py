@@ -1,12 +1,15 @@
 """The nonlinear rollout, eq. (dxk) of the paper: the network runs forward once more, each layer updated just before
 it runs.
 
-(The *linear* rollout needs no network: s_{k+1} = s_k − K_k w_k − u_k. It is a few lines in :mod:`ocnopt.play`.)
+Here the model runs as its code is written. Where its data flow is known, :mod:`ocnopt.games.live` runs it stage by
+stage instead. (The *linear* rollout needs no network: s_{k+1} = s_k − K_k w_k − u_k. It is a few lines in
+:mod:`ocnopt.play`.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,15 +17,35 @@ from torch import Tensor
 from ocnopt import capture
 from ocnopt.capture import Pass, Record, Tape
 from ocnopt.groups import Groups
+from ocnopt.stages import Stages
 
-#: (stage, s) → w: asks the policy and updates the players of the stage
-Act = Callable[[int, Tensor], Tensor]
-#: (stage, w) → the change of each group's loss that the step just taken is expected to make
-Predict = Callable[[int, Tensor], Tensor]
+#: (stage, s): asks the policy and updates the players of the stage
+Act = Callable[[int, Tensor], None]
+#: seat → the change of each group's loss that the step it has just taken is expected to make
+Predict = Callable[[int], Tensor]
 
 
-class Nonlinear(capture.Rollout):
-    """Follows the second forward pass and lets each stage act when its first module is about to run.
+@dataclass
+class Measure:
+    """Σ⟨adjoint, δ⟩ by group of samples."""
+
+    groups: Groups
+    sign: Tensor  # [r], −1 where the loss is maximised
+
+    def zero(self) -> Tensor:
+        return torch.zeros_like(self.sign)
+
+    def __call__(self, adjoint: Tensor, before: Tensor, now: Tensor) -> Tensor:
+        delta = now.to(self.sign.dtype) - before.to(self.sign.dtype)
+        adjoint = adjoint.to(self.sign.dtype)
+        if self.groups.rank == 1:
+            return self.sign * torch.dot(adjoint.reshape(-1), delta.reshape(-1))
+        rows = (self.groups.batch, -1)
+        return self.sign * self.groups.sum(torch.linalg.vecdot(adjoint.reshape(rows), delta.reshape(rows)))
+
+
+class InOrder(capture.Rollout):
+    """Follows the second forward pass and lets each stage act when the first of its modules is about to run.
 
     In a chain the input of a layer is the whole state and s_k = Σ⟨d_k, δx_k⟩, the paper's Markov state. Elsewhere s
     is accumulated: every executed player adds ⟨h, δ(out)⟩ − ⟨d, δ(in)⟩, which needs no graph and differs at second
@@ -30,34 +53,27 @@ class Nonlinear(capture.Rollout):
     """
 
     def __init__(
-        self,
-        this: Pass,
-        records: Sequence[Record],
-        stage_of: Mapping[str, int],
-        act: Act,
-        predict: Predict,
-        groups: Groups,
-        sign: Tensor,
+        self, this: Pass, records: Sequence[Record], stages: Stages, act: Act, predict: Predict, measure: Measure
     ) -> None:
-        self.chain, self.groups = this.chain, groups
-        self.sign = sign  # [r], −1 where the loss is maximised
+        self.chain, self.measure = this.chain, measure
         self.records, self.mixed = {(r.name, r.occurrence): r for r in records}, this.mixed
-        self.stage_of, self.act, self.predict = stage_of, act, predict
-        self.s = torch.zeros_like(sign)
+        self.stages, self.act, self.predict = stages, act, predict
+        self.seat_of = {name: seat for seat, name in enumerate(stages.modules)}
+        self.s = measure.zero()
         self.done: set[int] = set()
+        self.unseen: list[int] = []  # seats that acted, and whose effect is not in s yet
         self._running: Record | None = None
         self._into: Tensor | None = None
-        self._acted: tuple[int, Tensor] | None = None
 
-    def act_before_all(self, stages: Sequence[int]) -> None:
+    def act_before_all(self) -> None:
         """Players whose module is never called act first, so that every layer sees their change."""
-        for stage in stages:
+        for stage in self.stages.uncalled:
             self._act(stage)
-            self._predict()
+            self._predict(self.stages.seats[stage])
 
-    def act_at_last(self, stages: Sequence[int]) -> None:
+    def act_at_last(self) -> None:
         """Players whose module was not reached again, although it was in the first pass, still act."""
-        for stage in stages:
+        for stage in range(self.stages.count):
             if stage not in self.done:
                 self._act(stage)
 
@@ -69,76 +85,68 @@ class Nonlinear(capture.Rollout):
             record.d, record.inputs, record.args, record.kwargs = {}, [], (), {}
         self._running = record
         if self.chain and self._into is not None:
-            self.s = self._into
-        elif self.chain:
-            self._predict()  # what the layer before did to this input cannot be measured here
-        self._acted = None
-        stage = self.stage_of.get(name)
+            self.s, self.unseen = self._into, []
+        elif self.chain:  # what the layer before did to this input cannot be measured here
+            self._predict(list(self.unseen))
+        stage = self.stages.of_module.get(name)
         if stage is not None and stage not in self.done:
             self._act(stage)
         if record is None and not self.chain:
-            self._predict()
+            self._predict([self.seat_of.get(name, -1)])
 
     def after(self, name: str, occurrence: int, outputs: list[Tensor]) -> None:
         record, self._running = self._running, None
         if self.chain or record is None:
             return
-        out = self._change(record.h, record.outputs, outputs)
+        out, seat = self._change(record.h, record.outputs, outputs), self.seat_of.get(name, -1)
         record.outputs = {}
-        if out is not None and self._into is not None:
-            self.s = self.s + out - self._into
-        else:
-            self._predict()
+        if out is None or self._into is None:
+            self._predict([seat])
+            return
+        self.s = self.s + out - self._into
+        if seat in self.unseen:
+            self.unseen.remove(seat)
 
     def _record(self, name: str, occurrence: int) -> Record | None:
         """What the first pass kept of this call, if the two can be compared."""
         record = self.records.get((name, occurrence))
         if record is None or record.opaque or record.overwritten():
             return None
-        return None if self.groups.rank > 1 and name in self.mixed else record
+        return None if self.measure.groups.rank > 1 and name in self.mixed else record
 
     def _act(self, stage: int) -> None:
         self.done.add(stage)
-        self._acted = stage, self.act(stage, self.s)
+        self.act(stage, self.s)
+        self.unseen += self.stages.seats[stage]
 
-    def _predict(self) -> None:
+    def _predict(self, seats: Sequence[int]) -> None:
         """Where the change cannot be measured, the policy's own prediction of it stands in."""
-        if self._acted is not None:
-            self.s = self.s + self.predict(*self._acted)
-            self._acted = None
+        for seat in seats:
+            if seat in self.unseen:
+                self.s = self.s + self.predict(seat)
+                self.unseen.remove(seat)
 
     def _change(
         self, adjoints: Mapping[int, Tensor], before: Mapping[int, Tensor], now: Sequence[Tensor]
     ) -> Tensor | None:
         """Σ⟨adjoint, δ⟩ by group of samples, or ``None`` where it cannot be told."""
-        total = torch.zeros_like(self.sign)
+        total = self.measure.zero()
         for i, adjoint in adjoints.items():
-            if i not in before or i >= len(now) or now[i].shape != adjoint.shape:
+            if i not in before or i >= len(now) or now[i].shape != adjoint.shape or not self.measure.groups.fit(now[i]):
                 return None
-            delta = now[i].to(total.dtype) - before[i].to(total.dtype)
-            if self.groups.rank == 1:
-                total = total + torch.dot(adjoint.to(total.dtype).reshape(-1), delta.reshape(-1))
-            elif delta.shape[:1] == (self.groups.batch,):
-                rows = (self.groups.batch, -1)
-                total = total + self.groups.sum(
-                    torch.linalg.vecdot(adjoint.to(total.dtype).reshape(rows), delta.reshape(rows))
-                )
-            else:
-                return None
-        return total * self.sign
+            total = total + self.measure(adjoint, before[i], now[i])
+        return total
 
 
-def nonlinear(tape: Tape, this: Pass, follower: Nonlinear) -> Tensor | None:
+def in_order(tape: Tape, this: Pass, follower: InOrder) -> Tensor | None:
     """Run the model a second time. Returns the predicted change of the loss, ⟨∂L/∂x_K, δx_K⟩."""
     assert this.environment is not None
+    follower.act_before_all()
     tape.rollout = follower
     try:
         with this.environment.repeated():
             output = tape.model(*this.args, **this.kwargs)
     finally:
         tape.rollout = None
-    outputs = capture.floating(output)
-    if len(outputs) != len(this.outputs) or this.outputs_changed():
-        return None
-    terms = [(D.double() * (outputs[i].double() - this.outputs[i].double())).sum() for i, D in this.D.items()]
-    return torch.stack(terms).sum() if terms else None
+    follower.act_at_last()
+    return this.change(capture.floating(output))

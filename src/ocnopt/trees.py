@@ -27,7 +27,7 @@ def tensors(tree: Any) -> list[Tensor]:
     return [t for t in _pytree.tree_leaves(tree) if isinstance(t, Tensor)]
 
 
-def mapped(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+def mapped(change: Callable[[Tensor], Any], tree: Any) -> Any:
     """The same with every tensor changed, in order."""
     if isinstance(tree, Tensor):
         return change(tree)

@@ -60,9 +60,9 @@ class ByHand:
                 p.data.copy_(values.view_as(p))
 
     def check(self, net: Net, rank: int | str, s: Callable[[list[Tensor]], Tensor]) -> OCNOpt:
-        """``s(steps)``: the change of the groups' losses that the stage after these steps answers to."""
+        """``s(steps)``: the change of the groups' losses that the stage after these steps answers to, accumulated."""
         expected = self.policy.nonlinear_rollout(s, fraction=1 - MU)
-        opt = optimizer(net, feedback="nonlinear", rank=rank, **OPTIONS)
+        opt = optimizer(net, feedback="nonlinear", rank=rank, state="accumulated", **OPTIONS)
         actual = engine_step(net.model, opt, net.batches[0])
         by_stage = {id(p): actual[n] for n, p in net.model.named_parameters()}
         for k, (params, step) in enumerate(zip(self.stages, expected, strict=True)):
@@ -132,12 +132,13 @@ def test_reused_weight_acts_once_at_its_first_use(tied: bool, rank: int | str) -
 # --- residual connections ---
 
 
+@pytest.mark.parametrize("state", ["live", "accumulated"])
 @pytest.mark.parametrize("rank", RANKS)
-def test_residual_of_a_linear_network_is_the_dense_solution(rank: int | str) -> None:
-    """Accumulated, s is ⟨∂L/∂x, δx⟩ of the state after the merge, as if the block were one stage."""
+def test_residual_of_a_linear_network_is_the_dense_solution(rank: int | str, state: str) -> None:
+    """Either way s is ⟨∂L/∂x, δx⟩ of the state after the merge, as if the block were one stage."""
     with seeded(5):
         net = Net([nn.Linear(4, 5), Residual(nn.Linear(5, 5)), nn.Linear(5, CLASSES)], real(4))
-    opt = optimizer(net, feedback="nonlinear", rank=rank, **OPTIONS)
+    opt = optimizer(net, feedback="nonlinear", rank=rank, state=state, **OPTIONS)
     check(net, opt)
     assert not is_chain(net.model, opt, net.batches[0][0])
 
