@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +125,10 @@ def test_train_resumes(ocnopt: Ocnopt) -> None:
         ((*QUICK, "--set", "training.epoch=3"), "training.epoch is not known: did you mean epochs?", 2),
         ((*QUICK, "--set", "oops"), "write key=value, not 'oops'", 2),
         ((*QUICK, "--device", "gpu"), "device must be auto, cpu, cuda or cuda:N, got 'gpu'", 2),
+        ((*QUICK, "--device", "meta"), "device must be auto, cpu, cuda or cuda:N, got 'meta'", 2),
+        ((*QUICK, "--set", "data.validation=0.001"), "data.validation: fraction 0.001 of 142 samples leaves", 2),
+        ((*QUICK, "--set", "data.drop_last=true", "--batch-size", "200"), "data.batch_size 200 leaves no batch of", 2),
+        (("--dataset", "DIGITS", "--network", "cnn", "--optimizer", "ddp"), "optimizer DDP: model must have no", 2),
         ((*QUICK, "--network", "cnn"), "network.input_shape must be (channels, height, width)", 2),
         (("--dataset", "MNIST"), "MNIST was not found in", 1),
         (("--resume", "nowhere"), "nowhere holds no run", 1),
@@ -134,6 +141,42 @@ def test_what_is_wrong_is_one_sentence(ocnopt: Ocnopt, arguments: tuple[str, ...
     assert len(result.stderr.splitlines()) == 1
     assert result.stdout == ""
     assert not Path("runs").exists()  # nothing is left behind
+
+
+def test_an_empty_checkpoint_is_one_sentence(ocnopt: Ocnopt) -> None:
+    ocnopt("train", *QUICK, "--out", "run")
+    run = RunFolder("run")
+    run.metrics_path.write_bytes(run.metrics_path.read_bytes().rpartition(b'{"kind":"final"')[0])
+    run.checkpoint_path.write_bytes(b"")
+    result = ocnopt("train", "--resume", "run", code=1)
+    assert result.stderr.startswith("error: run/checkpoint.pt is damaged: ")
+
+
+def test_a_run_goes_on_with_its_own_data_only(ocnopt: Ocnopt) -> None:
+    ocnopt("train", *QUICK, "--out", "run")
+    run = RunFolder("run")
+    run.metrics_path.write_bytes(run.metrics_path.read_bytes().rpartition(b'{"kind":"final"')[0])
+    run.config_path.write_text(run.config_path.read_text().replace("[data]", "[data]\ntrain_limit = 50"))
+    result = ocnopt("train", "--resume", "run", code=1)
+    assert "error: run cannot be continued here: samples is 50 here but 142 in the saved state" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["compare", "demo"])
+def test_commands_with_processes_of_their_own_refuse_torchrun(
+    ocnopt: Ocnopt, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    result = ocnopt(command, "--dataset", "WINE", code=2)
+    assert result.stderr.startswith(f"error: {command} is started without torchrun")
+    assert not Path("runs").exists()
+
+
+def test_a_device_that_is_not_there_is_named(ocnopt: Ocnopt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    result = ocnopt("train", *QUICK, "--device", "cuda:2", code=2)
+    assert "device cuda:2 was asked for, but the last one that torch sees is cuda:1" in result.stderr
 
 
 def test_a_folder_with_a_run_is_not_overwritten(ocnopt: Ocnopt) -> None:
@@ -201,6 +244,29 @@ def test_a_run_that_fails_stops_no_other(ocnopt: Ocnopt) -> None:
     assert "max_size" in error
     assert "Traceback" in (Path(path) / "error.txt").read_text()
     assert [(row["label"], row["finished"]) for row in document["rows"]] == [("Adam", 1), ("DDP max_size=2", 0)]
+
+
+def test_compare_names_the_optimizer_that_cannot_train_the_network(ocnopt: Ocnopt) -> None:
+    arguments = ("--dataset", "DIGITS", "--network", "cnn", "--optimizer", "adam", "--optimizer", "ddp")
+    assert "error: optimizer DDP: model must have no" in ocnopt("compare", *arguments, code=2).stderr
+    assert not Path("runs").exists()
+
+
+def test_compare_that_is_ended_ends_its_workers(here: Path) -> None:
+    """SIGTERM reaches the parent alone, unlike Ctrl-C."""
+    arguments = ["--dataset", "DIGITS", "--optimizer", "sgdm", "--epochs", "10000", "--workers", "2", "--out", "all"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ocnopt.lab", "compare", *arguments], stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while len(list(here.glob("all/*/checkpoint.pt"))) < 2:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.terminate()
+    _, errors = process.communicate(timeout=30)  # the pipe ends with the last process that holds it
+    assert process.returncode == 130
+    assert errors.strip().endswith("error: stopped")  # and nothing of leaked semaphores
 
 
 def test_compare_refuses_the_same_run_twice(ocnopt: Ocnopt) -> None:

@@ -58,6 +58,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Together:
     config = folder / "run.toml"
     config.write_text(toml.dumps(small_table()))
     commands = [[str(config), "--optimizer", each, "--out", str(folder / each)] for each in (*SHARED, REFUSED)]
+    commands.append([str(config), "--batch-size", "33", "--out", str(folder / "uneven")])
     commands.append(["--resume", str(stopped_alone(folder / "resumed").path)])
     commands.append([str(config), "--network", "normed", "--out", str(folder / "normed")])
     (folder / "commands").write_text("".join(f"{json.dumps(command)}\n" for command in commands))
@@ -135,5 +136,10 @@ def test_only_the_main_process_prints(together: Together) -> None:
 
 def test_who_looks_at_layers_and_samples_is_refused(together: Together) -> None:
     assert "curvature='kronecker' looks at single layers and samples of the batch" in together.errors
-    assert together.errors.count("exit 2: ") == 2
+    assert together.errors.count("exit 2: ") == 4
     assert not (together.folder / REFUSED).exists()
+
+
+def test_a_batch_that_cannot_be_shared_is_refused(together: Together) -> None:
+    assert together.errors.count("error: data.batch_size 33 must be a multiple of world_size 2") == 2
+    assert not (together.folder / "uneven").exists()

@@ -13,7 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +125,7 @@ def _work(path: Path, setup: Setup) -> Outcome:
 
 def _train_in_processes(folders: Sequence[RunFolder], setup: Setup, workers: int, tell: PoolListener) -> list[Outcome]:
     context = get_context("spawn")  # forked processes and threads or GPUs do not go together
+    others = active_children()
     events = context.Queue()
     pool = ProcessPoolExecutor(workers, context, _start_worker, (events, setup.threads))
     by_path = {folder.path: folder for folder in folders}
@@ -134,6 +135,10 @@ def _train_in_processes(folders: Sequence[RunFolder], setup: Setup, workers: int
             _pass_on(events, by_path, tell, wait=0.1)
         _pass_on(events, by_path, tell, wait=0.1)
         return [_outcome(future) for future in futures]
+    except BaseException:  # nobody waits for the runs under way: they can be continued
+        for worker in set(active_children()) - set(others):
+            worker.terminate()
+        raise
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

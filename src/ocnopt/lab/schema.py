@@ -6,7 +6,8 @@ import difflib
 import inspect
 import math
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -20,6 +21,15 @@ Scalar = str | int | float | bool
 
 class ConfigError(ValueError):
     """A configuration says something that cannot be meant; the message names the key."""
+
+
+@contextmanager
+def naming_key(prefix: str) -> Iterator[None]:
+    """What code that knows nothing of configurations has to say against a value, with the key in front."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{prefix}{error}") from None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ocnopt.lab import data, models
 from ocnopt.lab.config import RunConfig
 from ocnopt.lab.optimizers import AnyOptimizer
 from ocnopt.lab.runs import Record
-from ocnopt.lab.schema import ConfigError
+from ocnopt.lab.schema import ConfigError, naming_key
 from ocnopt.lab.world import World
 
 #: samples per forward pass of an evaluation
@@ -62,15 +62,17 @@ class Trainer:
         self.data = dataset.to(device)
         self.network = _build_network(config, dataset).to(device)
         self.model = self.world.wrap(self.network)  # what is called; the same thing unless under torchrun
-        self.optimizer = config.optimizer.build(self.network)
-        self.batches = data.Batches(
-            self.data.train,
-            config.data.batch_size,
-            seed=seed,
-            drop_last=config.data.drop_last,
-            rank=self.world.rank,
-            world_size=self.world.size,
-        )
+        with naming_key(f"optimizer {config.label}: "):
+            self.optimizer = config.optimizer.build(self.network)
+        with naming_key("data."):
+            self.batches = data.Batches(
+                self.data.train,
+                config.data.batch_size,
+                seed=seed,
+                drop_last=config.data.drop_last,
+                rank=self.world.rank,
+                world_size=self.world.size,
+            )
         self.steps = config.training.epochs * len(self.batches)
         self.step = 0
         self.watch = Stopwatch(torch.device(device))
@@ -224,7 +226,7 @@ def evaluate(network: nn.Module, split: data.Split, world: World | None = None) 
 
 def _build_network(config: RunConfig, dataset: data.Dataset) -> nn.Module:
     name, options = config.network.name, config.network.options
-    try:
+    with naming_key("network."):
         return models.build(
             name,
             dataset.input_shape,
@@ -233,8 +235,6 @@ def _build_network(config: RunConfig, dataset: data.Dataset) -> nn.Module:
             dataset=dataset.name,
             **options,
         )
-    except ValueError as error:
-        raise ConfigError(f"network.{error}") from None
 
 
 class MeanLoss:

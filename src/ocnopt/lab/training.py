@@ -12,7 +12,8 @@ import torch
 
 from ocnopt.lab import data
 from ocnopt.lab.config import DataConfig, RunConfig, read_run
-from ocnopt.lab.runs import MetricsWriter, Record, RunFolder, finite
+from ocnopt.lab.runs import MetricsWriter, Record, RunError, RunFolder, finite
+from ocnopt.lab.schema import naming_key
 from ocnopt.lab.tensorboard import TensorBoard
 from ocnopt.lab.trainer import Journal, Trainer
 from ocnopt.lab.world import World, describe_environment
@@ -62,7 +63,7 @@ def train(
         with _journal(folder, state, tensorboard, listen) if world.is_main else nullcontext(Silence()) as journal:
             trainer = Trainer(config, dataset, journal, device=device, world=world)
             if state is not None:
-                trainer.load_state_dict(state)
+                _take_up(trainer, state, folder)
             if world.is_main:
                 _note_environment(folder, describe_environment(device, world))
                 if listen is not None:
@@ -83,12 +84,22 @@ def load_data(config: DataConfig, data_dir: Folder | None = None, download: bool
     place = None if data_dir is None else os.fspath(data_dir)
     dataset = _load(config.name, place, download, config.split_seed)
     dataset = dataset.limited(config.train_limit, config.test_limit)
-    return dataset.with_validation(config.validation, config.split_seed) if config.validation else dataset
+    if not config.validation:
+        return dataset
+    with naming_key("data.validation: "):
+        return dataset.with_validation(config.validation, config.split_seed)
 
 
 @lru_cache(maxsize=2)  # a worker trains on the same data again and again
 def _load(name: str, data_dir: str | None, download: bool, split_seed: int) -> data.Dataset:
     return data.load(name, data_dir, download=download, split_seed=split_seed)
+
+
+def _take_up(trainer: Trainer, state: dict[str, Any], folder: RunFolder) -> None:
+    try:
+        trainer.load_state_dict(state)
+    except ValueError as error:  # it trained on other data, most likely
+        raise RunError(f"{folder.path} cannot be continued here: {error}") from None
 
 
 class RunJournal:

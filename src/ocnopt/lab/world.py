@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -67,19 +68,26 @@ def is_torchrun() -> bool:
     return all(name in os.environ for name in _TORCHRUN)
 
 
+def refuse_torchrun(command: str) -> None:
+    """For commands that start processes of their own."""
+    if is_torchrun():
+        raise ConfigError(f"{command} is started without torchrun: it trains several networks at a time, see --workers")
+
+
 def find_device(name: str) -> torch.device:
     """``auto`` is a GPU where there is one. Under ``torchrun`` each process gets the GPU of its number."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from None
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    device = torch.device(name)
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError(f"device {name} was asked for, but torch sees no CUDA device")
         if name == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if is_torchrun() else 0)
+        if device.index >= (count := torch.cuda.device_count()):
+            raise ConfigError(f"device {device} was asked for, but the last one that torch sees is cuda:{count - 1}")
     return device
 
 

@@ -6,8 +6,10 @@ new command is a new module and a line here.
 
 from __future__ import annotations
 
+import signal
 import sys
 from importlib import import_module
+from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -48,4 +50,11 @@ def main() -> None:
         if error.name is None or error.name.startswith("ocnopt"):
             raise
         sys.exit(f"ocnopt: the module {error.name} is missing; the command needs the lab: pip install 'ocnopt[lab]'")
+    signal.signal(signal.SIGTERM, _terminate)
     app()
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """As Ctrl-C: whoever started processes ends them, and runs can be continued."""
+    signal.signal(number, signal.SIG_IGN)  # once is enough
+    raise KeyboardInterrupt

@@ -16,7 +16,7 @@ from ocnopt.lab.pool import Outcome, Setup, default_workers
 from ocnopt.lab.schema import ConfigError
 from ocnopt.lab.settings import Settings, parse_optimizer
 from ocnopt.lab.tables import draw, summarise
-from ocnopt.lab.world import find_device
+from ocnopt.lab.world import find_device, refuse_torchrun
 
 #: those that take any network and a few seconds on a small one
 DEFAULT_OPTIMIZERS = ("ocnopt", "sgdm", "rmsprop", "adam", "adamw", "muon", "ekfac")
@@ -71,6 +71,7 @@ def command(
 ) -> None:
     settings = Settings(config, dataset, network, None, None, epochs, batch_size, seed, tuple(overrides or ()))
     with shared.plain_errors():
+        refuse_torchrun("compare")
         place = find_device(device)
         if resume is None:
             configs = vary(settings.run(), map(parse_optimizer, optimizer or DEFAULT_OPTIMIZERS), lr or [], seeds)

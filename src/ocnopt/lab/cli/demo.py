@@ -15,7 +15,7 @@ from ocnopt.lab.cli.compare import finish
 from ocnopt.lab.comparison import create_runs
 from ocnopt.lab.live import train_and_show
 from ocnopt.lab.pool import Setup, default_workers
-from ocnopt.lab.world import find_device
+from ocnopt.lab.world import find_device, refuse_torchrun
 
 
 class Dataset(StrEnum):
@@ -53,6 +53,7 @@ def command(
 ) -> None:
     start = perf_counter()
     with shared.plain_errors():
+        refuse_torchrun("demo")
         place = find_device(device)
         names = [each.value for each in dataset or Dataset]
         configs = demo.configs(names, range(seed, seed + seeds), epochs)
