@@ -118,9 +118,10 @@ class Aligner:
         bandit = self._bandits.get(prefix)
         if bandit is None or bandit.arms != arms:
             bandit = self._bandits[prefix] = rule.bandit(arms)
-            self._choices.pop(prefix, None)
             if prefix in self._loaded:
                 bandit.load_state_dict(self._loaded.pop(prefix))
+            else:
+                self._choices.pop(prefix, None)
         if prefix not in self._choices:
             self._choices[prefix] = bandit.choose(self._random())
         return self._choices[prefix]
