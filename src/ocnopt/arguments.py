@@ -78,6 +78,7 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "bias_correction": (_flag, "True or False"),
     "damping": (_number(0.0), "a number ≥ 0"),
     "factor_decay": (_number(0.0, 1.0), "a number in [0, 1)"),
+    "factor_every": (_is_count, "a whole number ≥ 1"),
     "refresh_every": (_is_count, "a whole number ≥ 1"),
     "ekfac": (_flag, "True or False"),
 }

@@ -25,7 +25,7 @@ class Fallbacks:
         self._mixed: dict[tuple[Any, ...], frozenset[str]] = {}
         self._said: set[tuple[str, str]] = set()
         self._demoted: dict[int, tuple[Player, Player]] = {}
-        self._inside: dict[Player, str | None] = {}  # what the last look at a layer inside a host told
+        self._last: dict[Player, str | None] = {}  # what the last look at the calls of a player told
 
     def players(
         self, tape: Tape, players: Sequence[Player], split: bool, state: Mapping[Tensor, dict[str, Any]]
@@ -37,23 +37,22 @@ class Fallbacks:
 
         def due(player: Player) -> bool:
             mine = state.get(player.params[0], {})
-            return self._inside.get(player) is None and player.curvature.due(mine, player.group)
+            return self._last.get(player) is None and player.curvature.due(mine, player.group, player.inside)
 
         failed = hosts.ask(tape.records, players, split, due)
-        calls = Calls(tape.records)
+        nobody = not (tape.records or split or any(map(due, players)))  # the hooks had nothing to keep
+        calls = None if nobody else Calls(tape.records)
         return [self._checked(player, self._why(player, calls, failed, state), split) for player in players]
 
     def _why(
-        self, player: Player, calls: Calls, failed: Mapping[str, str], state: Mapping[Tensor, dict[str, Any]]
+        self, player: Player, calls: Calls | None, failed: Mapping[str, str], state: Mapping[Tensor, dict[str, Any]]
     ) -> str | None:
-        """Why the calls of a player are of no use. Between two looks at a host the last one stands."""
-        if calls.looked_at(player):
-            why = calls.why_unusable(player)
-            if any(use.host is not None for uses in player.uses for use in uses):
-                self._inside[player] = why
-            return why
-        if player.curvature.ready(state.get(player.params[0], {})) or self._inside.get(player) is not None:
-            return self._inside.get(player)
+        """Why the calls of a player are of no use. Between two looks, the last one stands."""
+        if calls is not None and calls.looked_at(player):
+            self._last[player] = calls.why_unusable(player)
+            return self._last[player]
+        if player.curvature.ready(state.get(player.params[0], {})) or self._last.get(player) is not None:
+            return self._last.get(player)
         return next((failed[name] for name in player.module_names if name in failed), "its calls were not seen")
 
     def _probe(self, tape: Tape) -> None:

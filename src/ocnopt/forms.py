@@ -109,8 +109,7 @@ class Forms:
         if self.groups.rank == 1 or not self.calls.looked_at(player) or self.calls.why_unusable(player) is not None:
             return Shared
         records = self.calls.records(player)
-        inside = any(use.path for uses in player.uses for use in uses)
-        alone = len(records) == 1 and isinstance(player.curvature, Identity) and not inside
+        alone = len(records) == 1 and isinstance(player.curvature, Identity) and not player.inside
         assert player.adapter is not None
         return Gram if alone and player.adapter.prefers_gram(records[0].call(), self.groups.rank) else Explicit
 

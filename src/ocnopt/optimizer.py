@@ -49,7 +49,8 @@ class OCNOpt(Optimizer):
         curvature: metric of the parameters (Q_θθ): ``"identity"``, ``"adaptive"``, ``"kronecker"`` or a
             :class:`~ocnopt.curvature.Curvature`. With the feedback off these are SGD, RMSprop or Adam, and K-FAC.
         feedback: how the policy learns what the layers before have changed: ``"linear"`` predicts it, at no cost;
-            ``"nonlinear"`` measures it by a second forward pass, the paper's way; ``"off"`` plays no game.
+            ``"nonlinear"`` measures it by a second forward pass, the paper's way; ``"off"`` plays no game; ``"auto"``
+            is ``"linear"``, or ``"off"`` for a model with a Neural ODE in it, as in the paper's Algorithm 2.
         rank: number of groups of samples (r) that are weighed against each other; ``"full"`` is one group a sample.
         gauss_newton: Gauss-Newton factor (β). Larger is more cautious: no step is planned to lower the loss by more
             than 1/β².
@@ -69,8 +70,9 @@ class OCNOpt(Optimizer):
         weight_decay, decoupled_weight_decay: γ; decoupled is AdamW's.
         maximize: climb instead of descending.
         decay, eps, bias_correction: of the adaptive curvature. ``bias_correction`` also corrects an averaged momentum.
-        damping, factor_decay, refresh_every, ekfac: of the Kronecker curvature: λ, memory of the factors, steps
-            between two eigendecompositions, and whether eigenvalues are measured in the eigenbasis (EKFAC).
+        damping, factor_decay, factor_every, refresh_every, ekfac: of the Kronecker curvature: λ, memory of the factors,
+            steps between two looks at the layers, steps between two eigendecompositions, and whether eigenvalues are
+            measured in the eigenbasis (EKFAC). Layers inside a Neural ODE are looked at for a refresh only.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class OCNOpt(Optimizer):
         *,
         model: nn.Module | None = None,
         curvature: str | Curvature = "adaptive",
-        feedback: str = "linear",
+        feedback: str = "auto",
         rank: int | str = 1,
         gauss_newton: float = 1.0,
         bellman: str = "consistent",
@@ -100,9 +102,12 @@ class OCNOpt(Optimizer):
         bias_correction: bool = True,
         damping: float = 1e-3,
         factor_decay: float = 0.95,
+        factor_every: int = 1,
         refresh_every: int = 100,
         ekfac: bool = True,
     ) -> None:
+        if feedback == "auto":
+            feedback = "off" if model is not None and _is_continuous(model) else "linear"
         defaults = {k: v for k, v in locals().items() if k not in ("self", "params", "model", "__class__")}
         arguments.check(defaults)
         self._reset()
@@ -125,6 +130,7 @@ class OCNOpt(Optimizer):
         self._alone: dict[tuple[Player, int], Player] = {}
         self._fallbacks = Fallbacks()
         self._seated: list[Player] = []  # the players of the last step
+        self._due: bool | None = None  # does any player want to see the calls of its layer? Not known after a change
         self._count = 0
         self._diagnostics = Diagnostics()
         self._skips = Skips()
@@ -146,7 +152,7 @@ class OCNOpt(Optimizer):
         except ValueError:
             del self.param_groups[before:]
             raise
-        self._roster = None
+        self._roster, self._due = None, None
         self._hook_if_needed()
 
     # --- the model ---
@@ -193,12 +199,23 @@ class OCNOpt(Optimizer):
     def _need(self) -> Need:
         group = self.param_groups[0]
         playing = group["feedback"] != "off"
-        kronecker = any(resolve(g["curvature"]).needs_model for g in self.param_groups)
+        kronecker = any(resolve(g["curvature"]).needs_model for g in self.param_groups) and self._wants_calls()
         return Need(
             flow=playing and (group["bellman"] == "paper" or group["game"] == "noncooperative"),
             calls=kronecker or (playing and group["rank"] != 1),
             states=group["feedback"] == "nonlinear",
         )
+
+    def _wants_calls(self) -> bool:
+        """Does any curvature look at the layers in the coming step?"""
+        if all(g["factor_every"] == 1 for g in self.param_groups):
+            return True
+        if self._due is None:
+            self._due = any(
+                p.curvature.needs_model and p.curvature.due(self.state.get(p.params[0], {}), p.group, p.inside)
+                for p in self._players()
+            )
+        return self._due
 
     def _why_model(self) -> str | None:
         return next((why for g in self.param_groups if (why := arguments.why_model(g)) is not None), None)
@@ -225,6 +242,7 @@ class OCNOpt(Optimizer):
                 with without_autocast():
                     self._step(players, loss, closure, rng)
         finally:
+            self._due = None
             if self._tape is not None:
                 self._tape.clear()
         self._game.aligner.after_step(rules_of(self.param_groups[0]["alignment"]) or {})
@@ -462,8 +480,12 @@ class OCNOpt(Optimizer):
                     self.state[p][key] = value.to(p.device, copy=True)
                 if key == "step":  # parameters that started together share one clock
                     self.state[p][key] = clocks.setdefault((float(value), p.device), self.state[p][key])
-        self._roster = None
+        self._roster, self._due = None, None
         self._hook_if_needed()
+
+
+def _is_continuous(model: nn.Module) -> bool:
+    return any(isinstance(module, Host) for module in model.modules())
 
 
 def _same_rate(a: float | Tensor, b: float | Tensor) -> bool:

@@ -66,6 +66,11 @@ class Player:
         """The modules that hold any of the parameters, without repetition."""
         return list(dict.fromkeys(use.module_name for uses in self.uses for use in uses))
 
+    @property
+    def inside(self) -> bool:
+        """Is its layer run by a host, which must be asked what the layer saw?"""
+        return any(use.host is not None for uses in self.uses for use in uses)
+
     def alone(self, i: int) -> Player:
         """One of the parameters by itself, which is not a block any more."""
         name, group, uses = f"{self.name}.{self.own_names[i]}", self.groups[i], self.uses[i]

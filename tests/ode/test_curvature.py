@@ -345,6 +345,33 @@ def test_a_field_that_the_model_holds_twice() -> None:
     assert "input_factor" in opt.state[model.func.one.weight]
 
 
+def test_feedback_is_off_by_default_where_there_is_a_block() -> None:
+    model = network(NeuralODE(Net()))
+    assert OCNOpt(model.parameters(), model=model, curvature="kronecker").param_groups[0]["feedback"] == "off"
+    assert OCNOpt(model.parameters(), model=model, feedback="linear").param_groups[0]["feedback"] == "linear"
+    plain = nn.Linear(2, 2)
+    assert OCNOpt(plain.parameters(), model=plain).param_groups[0]["feedback"] == "linear"
+
+
+def test_factors_every_few_steps_and_nothing_is_kept_in_between() -> None:
+    model = network(NeuralODE(Net()))
+    opt, changed, kept = optimizer(model, refresh_every=4, factor_every=2), [], []
+    layers = (model[0], model[2].field.one)
+    for i in range(9):
+        before = [opt.state[layer.weight].get("input_factor", torch.zeros(())).clone() for layer in layers]
+        opt.zero_grad()
+        loss_of(model, batch(B, seed=i)).backward()
+        kept.append(len(opt._tape.records) > 0)
+        opt.step()
+        after = [opt.state[layer.weight]["input_factor"] for layer in layers]
+        changed.append([not torch.equal(a, b) for a, b in zip(before, after, strict=True)])
+    outside, inside = zip(*changed, strict=True)
+    assert outside == (True, False, True, False, True, False, True, False, True)
+    assert inside == (True, False, False, False, True, False, False, False, True)
+    assert tuple(kept) == outside
+    assert "adaptive" not in opt.summary()
+
+
 @pytest.mark.parametrize("gradient", ["adjoint", "discretize"])
 @pytest.mark.parametrize("rank", [1, 2, "full"])
 @pytest.mark.parametrize("feedback", ["linear", "nonlinear"])

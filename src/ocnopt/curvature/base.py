@@ -40,10 +40,10 @@ class Curvature(ABC):
     #: whether :meth:`measure` reads the inputs and adjoints of the layers (``bucket.calls``), which needs the model
     needs_model: bool = False
 
-    def due(self, state: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
-        """Does :meth:`measure` want the calls of a layer at this step, if they are costly to get (inside an ODE solve)?
+    def due(self, state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -> bool:
+        """Does :meth:`measure` want the calls of a layer at this step? ``inside`` an ODE solve they are costly to get.
 
-        ``state`` is that of the player's first parameter. Where it does not, ``bucket.calls`` has none.
+        ``state`` is that of the player's first parameter. Where it does not, ``bucket.calls`` may have none.
         """
         return True
 

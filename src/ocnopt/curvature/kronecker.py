@@ -91,16 +91,19 @@ class Kronecker(Curvature):
     def _block(self, bucket: Bucket, player: Player, state: dict[str, Any], a: Tensor | None) -> KroneckerBlock:
         assert player.adapter is not None
         assert player.module is not None
-        if bucket.calls[id(player)]:
+        if bucket.calls[id(player)] and self.due(state, bucket.group, player.inside):
             self._learn(bucket, player, state, a)
-        else:  # inside an ODE solve, whose layers are looked at for a refresh only: the step counts all the same
+        else:  # the step counts all the same
             state["statistics"] += bucket.ok
             state["since_refresh"] += 1
         basis = (state["input_basis"], state["output_basis"], state["eigenvalues"])
         return KroneckerBlock(player.module, player.adapter, player.own_names, *basis, bucket.group["damping"])
 
-    def due(self, state: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
-        return not self.ready(state) or state["since_refresh"] + 1 >= group["refresh_every"]
+    def due(self, state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -> bool:
+        if not self.ready(state):
+            return True
+        steps: int = state["since_refresh"] + 1
+        return steps >= group["refresh_every"] or (not inside and steps % group["factor_every"] == 0)
 
     def ready(self, state: Mapping[str, Any]) -> bool:
         return "input_basis" in state
