@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 import typer
+import urllib3
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from ocnopt.lab.cli import main, make_app, shared
+from ocnopt.lab.data import NAMES
 from ocnopt.lab.runs import RunFolder, find_runs
 
 QUICK = ("--dataset", "WINE", "--epochs", "1")
@@ -33,7 +36,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OCNOPT_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("OCNOPT_DATA", raising=False)
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(requests, "get", offline)
     return tmp_path
+
+
+def offline(url: str, **_: Any) -> requests.Response:
+    reason = urllib3.exceptions.NewConnectionError(None, "no network")  # type: ignore[arg-type]
+    raise requests.ConnectionError(urllib3.exceptions.MaxRetryError(None, url, reason))  # type: ignore[arg-type]
 
 
 class Ocnopt:
@@ -130,6 +139,7 @@ def test_train_resumes(ocnopt: Ocnopt) -> None:
         ((*QUICK, "--set", "data.drop_last=true", "--batch-size", "200"), "data.batch_size 200 leaves no batch of", 2),
         (("--dataset", "DIGITS", "--network", "cnn", "--optimizer", "ddp"), "optimizer DDP: model must have no", 2),
         ((*QUICK, "--network", "cnn"), "network.input_shape must be (channels, height, width)", 2),
+        (("--dataset", "MNIST", "--no-download"), "MNIST was not found in", 1),
         (("--dataset", "MNIST"), "MNIST was not found in", 1),
         (("--resume", "nowhere"), "nowhere holds no run", 1),
         ((*QUICK, "--resume", "nowhere"), "--resume goes on with the run as it is", 2),
@@ -316,17 +326,44 @@ def test_report_reads_runs_that_are_not_finished(ocnopt: Ocnopt) -> None:
 def test_data_list_shows_every_dataset(ocnopt: Ocnopt) -> None:
     rows = ocnopt.json("data", "list")
     status = {row["name"]: row["status"] for row in rows}
-    assert (status["WINE"], status["MNIST"], len(status)) == ("built in", "missing", 13)
+    assert (status["WINE"], status["MNIST"], tuple(status)) == ("built in", "missing", NAMES)
     table = ocnopt("data", "list").stdout
-    assert "CIFAR100" in table
+    assert all(f" {name} " in table for name in NAMES)
     assert all(len(line) <= 80 for line in table.splitlines())
+
+
+def test_data_list_marks_files_that_may_hold_less(ocnopt: Ocnopt, here: Path) -> None:
+    (here / "cifar-10-python-subset.tar.xz").touch()
+    table = ocnopt("data", "list", "--data-dir", str(here)).stdout
+    assert f"\nCIFAR10: {here} *\n* These are not the official files, and may hold fewer samples" in table
+    assert table.count("found *") == 1
 
 
 def test_data_check_says_what_is_missing(ocnopt: Ocnopt) -> None:
     assert [row["status"] for row in ocnopt.json("data", "check", "wine")] == ["complete"]
     wine, mnist = ocnopt.json("data", "check", "wine", "mnist", code=1)
     assert (wine["status"], mnist["status"]) == ("complete", "missing")
+    text = ocnopt("data", "check", "wine", "mnist", code=1).stdout
+    assert mnist["message"] in text.splitlines()  # whole, however narrow the terminal
+    assert "WINE (scikit-learn): No official split" in text
     assert "There is no dataset named 'x'" in ocnopt("data", "check", "x", code=2).stderr
+
+
+def test_data_is_downloaded_when_it_is_not_there_unless_somebody_objects(
+    ocnopt: Ocnopt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(requests, "get", lambda url, **options: asked.append(url) or offline(url))
+    sentence = ocnopt("train", "--dataset", "MNIST", "--no-download", code=1).stderr
+    assert asked == []
+    assert "could not be downloaded" not in sentence
+    for command in (["train", "--dataset", "MNIST"], ["compare", "--dataset", "MNIST"], ["sweep", "table1-fcn-mnist"]):
+        sentence = ocnopt(*command, code=1).stderr
+        assert len(sentence.splitlines()) == 1
+        assert "mnist/train-images-idx3-ubyte.gz could not be downloaded: the server cannot be reached" in sentence
+        assert len(asked) == 2  # the official address and its mirror, once each
+        asked.clear()
+    assert not Path("runs").exists()
 
 
 def test_data_fetch_leaves_alone_what_is_built_in(ocnopt: Ocnopt) -> None:

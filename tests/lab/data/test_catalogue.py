@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.lab.data import writers
 
-from ocnopt.lab.data import NAMES, check, check_all, list_datasets
+from ocnopt.lab.data import NAMES, check, check_all, list_datasets, registry
 
 
 def test_the_list_has_every_dataset_of_the_paper() -> None:
@@ -36,11 +36,25 @@ def test_the_list_says_what_is_there(tmp_path: Path) -> None:
     assert (rows["SVHN"].status, rows["SVHN"].where) == ("found", str(tmp_path / "svhn"))
     assert (rows["MNIST"].status, rows["MNIST"].where) == ("missing", "")
     assert rows["DIGITS"].status == "built in"
+    assert [name for name in ("SVHN", "MNIST", "DIGITS") if rows[name].official] == ["DIGITS"]
     mnist = rows["MNIST"]
     assert (mnist.train, mnist.validation, mnist.test, mnist.classes) == (60000, 0, 10000, 10)
     assert mnist.download_bytes == 9912422 + 28881 + 1648877 + 4542
     assert rows["Gas"].download_bytes is None  # unknown, and not 0
     assert rows["SVHN"].licence == "non-commercial use only"
+
+
+def test_the_list_tells_official_files_from_others_by_their_names_and_sizes(tmp_path: Path) -> None:
+    for remote in registry.ENTRIES["MNIST"].remotes:
+        path = tmp_path / "mnist" / remote.filename
+        path.parent.mkdir(exist_ok=True)
+        with path.open("wb") as file:
+            file.truncate(remote.size)
+    (tmp_path / "cifar-10-python-subset.tar.xz").touch()
+    assert {row.name for row in list_datasets(tmp_path) if row.where and row.official} == {"MNIST"}
+    assert {row.name for row in list_datasets(tmp_path) if row.where and not row.official} == {"CIFAR10"}
+    path.write_bytes(b"cut short")
+    assert not [row.name for row in list_datasets(tmp_path) if row.where and row.official]
 
 
 def test_the_list_opens_no_file(tmp_path: Path) -> None:

@@ -19,12 +19,14 @@ import requests
 from tests.lab.data import writers
 from tests.lab.data.server import Server, serving
 
-from ocnopt.lab.data import ChecksumError, DownloadError, check, fetch, load, registry
+from ocnopt.lab.data import ChecksumError, DownloadError, MissingDataError, check, fetch, load, registry
 from ocnopt.lab.data.download import BrokenTransfer, ResumingDownloader, download
+from ocnopt.lab.data.errors import TransferError
 from ocnopt.lab.data.registry import Remote
 
 Publish = Callable[..., None]
 
+NOBODY = "http://127.0.0.1:9/"
 CONTENT = np.random.default_rng(0).bytes(1_000_000)
 
 
@@ -49,7 +51,7 @@ def get(remote: Remote, root: Path, replace: bool = False) -> Path:
 
 
 def leftovers(folder: Path) -> list[str]:
-    return sorted(f.name for f in folder.iterdir() if f.suffix != ".lock")
+    return sorted(f.name for f in folder.iterdir())
 
 
 def test_a_file_is_fetched_once_and_checked(tmp_path: Path, server: Server) -> None:
@@ -76,7 +78,7 @@ def test_a_new_process_goes_on_with_what_a_killed_one_left(tmp_path: Path, serve
 
 def test_after_too_many_cuts_the_part_is_kept_for_the_next_call(tmp_path: Path, server: Server) -> None:
     server.cuts = [100_000] * 5
-    with pytest.raises(DownloadError, match=r"set\.bin could not be downloaded"):
+    with pytest.raises(DownloadError, match=r"set\.bin could not be downloaded: the connection broke"):
         get(remote_of(server), tmp_path)
     assert leftovers(tmp_path / "toy") == ["set.bin.part"]
     assert get(remote_of(server), tmp_path).read_bytes() == CONTENT
@@ -152,7 +154,7 @@ def test_a_busy_server_is_asked_again_but_a_404_is_final(tmp_path: Path, server:
     assert get(remote_of(server), tmp_path).read_bytes() == CONTENT
     assert len(server.requests) == 3
     gone = replace(remote_of(server), urls=(server.url + "gone.bin",), filename="gone.bin")
-    with pytest.raises(DownloadError, match="404"):
+    with pytest.raises(DownloadError, match="could not be downloaded: the server answered 404 "):
         get(gone, tmp_path)
     assert len(server.requests) == 4
 
@@ -165,10 +167,33 @@ def test_mirrors_are_tried_in_turn_and_a_wrong_checksum_is_the_better_message(tm
         get(wrong, tmp_path)
 
 
-def test_no_server_at_all_is_one_sentence(tmp_path: Path) -> None:
-    remote = Remote("set.bin", ("http://127.0.0.1:9/set.bin",), sha256(CONTENT), "toy")
-    with pytest.raises(DownloadError, match=r"http://127.0.0.1:9/set\.bin could not be downloaded"):
+def test_no_server_at_all_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remote = Remote("set.bin", (f"{NOBODY}set.bin",), sha256(CONTENT), "toy")
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("there is nothing to wait for"))
+    with pytest.raises(TransferError) as caught:
         get(remote, tmp_path)
+    assert str(caught.value) == f"{NOBODY}set.bin could not be downloaded: the server cannot be reached from here."
+    assert leftovers(tmp_path / "toy") == []
+
+
+def test_data_that_is_neither_found_nor_sent_is_the_sentence_of_missing_data(
+    tmp_path: Path, cache: Path, publish: Publish
+) -> None:
+    publish("SVHN", remotes=tuple(replace(r, urls=(NOBODY + r.filename,)) for r in registry.ENTRIES["SVHN"].remotes))
+    with pytest.raises(MissingDataError) as caught:
+        load("SVHN", tmp_path, download=True)
+    assert str(caught.value) == (
+        f"SVHN was not found in {tmp_path}, {cache} (no such folder), and {NOBODY}train_32x32.mat could not be "
+        f"downloaded: the server cannot be reached from here: put train_32x32.mat and test_32x32.mat from {NOBODY} "
+        f"into {tmp_path / 'svhn'}, name another folder with --data-dir or OCNOPT_DATA, "
+        "or run `ocnopt data fetch SVHN`."
+    )
+
+
+def test_a_file_with_a_wrong_checksum_is_not_called_missing(tmp_path: Path, server: Server, publish: Publish) -> None:
+    publish("SVHN", remotes=(replace(remote_of(server, sha256(b"something else")), folder="svhn"),))
+    with pytest.raises(ChecksumError):
+        load("SVHN", tmp_path, download=True)
 
 
 def test_several_at_once_fetch_the_file_once(tmp_path: Path, server: Server) -> None:

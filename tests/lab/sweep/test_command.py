@@ -57,18 +57,26 @@ def test_every_process_of_torchrun_is_a_worker(recipe: str, tmp_path: Path) -> N
     board.close()
 
 
-def test_failures_are_shown_and_set_the_exit_status(
+def test_failures_are_shown_and_set_the_exit_status(tmp_path: Path) -> None:
+    recipe = tmp_path / "small.toml"
+    recipe.write_text(dumps({**TABLE, "grids": {"ddp": {"max_size": [2, 3]}}, "paper": {}}))
+    status, text, _ = sweep(str(recipe), "--out", str(tmp_path), "--device", "cpu", "--json")
+    (line,) = json.loads(text)["lines"]
+    assert status == 1
+    assert line["failed"] == 2
+    assert "max_size" in line["errors"][0]
+
+
+def test_missing_data_is_one_sentence_and_not_a_failure_of_every_trial(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for place in ("OCNOPT_DATA", "OCNOPT_CACHE"):  # wherever the data may be at hand, here it is not
         monkeypatch.setenv(place, str(tmp_path / "nothing"))
-    missing = Path(recipe).read_text().replace("WINE", "MNIST")
-    Path(recipe).write_text(missing)
-    status, text, _ = sweep(recipe, "--out", str(tmp_path), "--device", "cpu", "--data-dir", str(tmp_path), "--json")
-    (line,) = json.loads(text)["lines"]
+    Path(recipe).write_text(Path(recipe).read_text().replace("WINE", "MNIST"))
+    status, _, errors = sweep(recipe, "--out", str(tmp_path / "out"), "--device", "cpu", "--no-download")
     assert status == 1
-    assert line["failed"] == 2
-    assert "MNIST" in line["errors"][0]
+    assert errors.startswith("error: MNIST was not found in ")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def command(
     overrides: Set = None,
     device: shared.Device = "auto",
     data_dir: shared.DataDir = None,
-    download: shared.Download = False,
+    download: shared.Download = True,
     workers: shared.Workers = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the runs.", show_default="a new one in runs/")] = None,
     resume: Annotated[

@@ -50,15 +50,18 @@ def list_command(data_dir: shared.DataDir = None, json_output: shared.Json = Fal
     if json_output:
         shared.print_json([asdict(row) for row in rows])
         return
-    table = Table("dataset", "samples", "shape", "classes", "status", "download", box=box.SIMPLE_HEAD)
-    table.columns[0].overflow = "fold"
+    table = _table("dataset", "published", "shape", "classes", "status", "download")
     for row in rows:
-        parts = " + ".join(f"{n}" for n in (row.train, row.validation, row.test) if n)
-        shape = "×".join(map(str, row.input_shape))
-        status = f"{row.status} in {row.where}" if row.where else row.status
+        status = row.status if row.official or row.status == "missing" else f"{row.status} *"
         size = "–" if row.status == "built in" else _size(row.download_bytes)
-        table.add_row(row.name, parts, shape, str(row.classes or "–"), status, size)
+        shape = "×".join(map(str, row.input_shape))
+        table.add_row(row.name, _parts(row), shape, str(row.classes or "–"), status, size)
     Console().print(table)
+    for row in rows:
+        if row.where:
+            _print(f"{row.name}: {row.where}{'' if row.official else ' *'}")
+    if not all(row.official for row in rows if row.where):
+        _print("* These are not the official files, and may hold fewer samples: `ocnopt data check` counts them.")
 
 
 def fetch_command(
@@ -75,10 +78,13 @@ def fetch_command(
     if json_output:
         shared.print_json([asdict(row) for row in rows])
         return
-    table = Table("dataset", "status", "size", "checked", "path", box=box.SIMPLE_HEAD)
+    table = _table("dataset", "status", "size", "checked")
     for row in rows:
-        table.add_row(row.name, row.status, _size(row.bytes), row.checked, row.path or "–")
+        table.add_row(row.name, row.status, _size(row.bytes), row.checked)
     Console().print(table)
+    for row in rows:
+        if row.path:
+            _print(row.path)
 
 
 def check_command(names: Names = None, data_dir: shared.DataDir = None, json_output: shared.Json = False) -> None:
@@ -91,13 +97,32 @@ def check_command(names: Names = None, data_dir: shared.DataDir = None, json_out
     if json_output:
         shared.print_json([asdict(row) for row in rows])
     else:
-        table = Table("dataset", "status", "samples", "where", "message", box=box.SIMPLE_HEAD)
+        table = _table("dataset", "status", "samples")
         for row in rows:
-            parts = " + ".join(f"{n}" for n in (row.train, row.validation, row.test) if n)
-            table.add_row(row.name, row.status, parts or "–", row.where or "–", row.message)
+            table.add_row(row.name, row.status, _parts(row) or "–")
         Console().print(table)
+        for row in rows:
+            where = f" ({row.where})" if row.where else ""
+            _print(row.message if row.status == "missing" else f"{row.name}{where}: {row.message or 'All is there.'}")
     if any(row.status == "broken" or (row.status == "missing" and names) for row in rows):
         raise typer.Exit(1)
+
+
+def _table(*headings: str) -> Table:
+    """Without what may be long: names are not broken in 80 columns, and paths and sentences follow below."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, no_wrap=heading not in ("published", "samples"))
+    return table
+
+
+def _print(line: str) -> None:
+    """Paths can be copied: a line is as long as it is."""
+    Console().print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _parts(row: data.DatasetRow | data.CheckRow) -> str:
+    return " + ".join(f"{count}" for count in (row.train, row.validation, row.test) if count)
 
 
 def _refuse_unknown(names: list[str]) -> None:

@@ -42,7 +42,7 @@ HELP = shared.help_text(
     "ocnopt reproduce ablation",
     "ocnopt reproduce complexity",
     "ocnopt reproduce feedback --data-dir /data",
-    "ocnopt reproduce table1 --scale full --device cuda --download",
+    "ocnopt reproduce table1 --scale full --device cuda",
 )
 
 
@@ -64,7 +64,7 @@ def command(
     workers: shared.Workers = None,
     device: shared.Device = "auto",
     data_dir: shared.DataDir = None,
-    download: shared.Download = False,
+    download: shared.Download = True,
     json_output: shared.Json = False,
 ) -> None:
     from ocnopt.lab.reproduce import Bench, reproduce

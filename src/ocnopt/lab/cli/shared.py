@@ -24,7 +24,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document inst
 DataDir = Annotated[
     Path | None, typer.Option(help="Folder with the datasets; without it $OCNOPT_DATA, then the cache of downloads.")
 ]
-Download = Annotated[bool, typer.Option("--download", help="Fetch the dataset if it is not there.")]
+Download = Annotated[
+    bool, typer.Option("--download/--no-download", help="Fetch the dataset, once, if it is not there.")
+]
 Workers = Annotated[
     int | None,
     typer.Option(min=1, help="Networks trained at the same time.", show_default="one per core; on a GPU, one"),

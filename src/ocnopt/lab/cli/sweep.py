@@ -20,6 +20,7 @@ from ocnopt.lab.schema import ConfigError
 from ocnopt.lab.sweep import Line, Standing, SweepError, SweepOptions, run_sweep, summarise
 from ocnopt.lab.sweep.board import Entry
 from ocnopt.lab.sweep.storage import storage_url
+from ocnopt.lab.training import load_data
 from ocnopt.lab.world import find_device, is_torchrun
 
 HELP = shared.help_text(
@@ -58,7 +59,7 @@ def command(
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run again what has failed so far.")] = False,
     device: shared.Device = "auto",
     data_dir: shared.DataDir = None,
-    download: shared.Download = False,
+    download: shared.Download = True,
     json_output: shared.Json = False,
 ) -> None:
     with shared.plain_errors():
@@ -78,7 +79,8 @@ def command(
             data_dir=None if data_dir is None else str(data_dir),
             download=download,
         )
-        options.points()  # what is wrong with the recipe is said before anything is written
+        points = options.points()  # what is wrong with the recipe is said before anything is written
+        load_data(points[0].config.data, options.data_dir, download)  # and what is to be downloaded comes once
         entries = _run(options, workers, retry_failed, quiet=json_output or not _speaks())
         lines = summarise(read_recipe(recipe), entries)
     if _speaks():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -17,7 +18,11 @@ from ocnopt.lab.data.registry import ENTRIES, Entry, find_entry
 
 @dataclass(frozen=True)
 class DatasetRow:
-    """One dataset of ``ocnopt data list``. Sizes are those of the published set."""
+    """One dataset of ``ocnopt data list``. Sizes are those of the published set.
+
+    ``official`` says whether the files that were found have the names and sizes of the published ones; others may hold
+    a part of the samples only, which :func:`check` finds out.
+    """
 
     name: str
     title: str
@@ -29,6 +34,7 @@ class DatasetRow:
     classes: int
     status: Literal["built in", "found", "missing"]
     where: str
+    official: bool
     download_bytes: int | None
     licence: str
     homepage: str
@@ -86,10 +92,17 @@ def _list_row(entry: Entry, data_dir: Folder | None) -> DatasetRow:
         entry.classes,
         status="built in" if entry.built_in else "missing" if found is None else "found",
         where="" if found is None else str(found.folder),
+        official=entry.built_in or (found is not None and _looks_official(found)),
         download_bytes=sum(known) if len(known) == len(sizes) else None,
         licence=entry.licence,
         homepage=entry.homepage,
     )
+
+
+def _looks_official(found: Found) -> bool:
+    sizes = {remote.filename: remote.size for remote in found.entry.remotes}
+    sizes |= {Path(place).name: None for remote in found.entry.remotes for _, place in remote.members}
+    return all(path.name in sizes and sizes[path.name] in (None, path.stat().st_size) for path in found.files)
 
 
 def _changed(found: Found | None) -> list[str]:

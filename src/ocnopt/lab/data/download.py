@@ -31,7 +31,7 @@ from rich.progress import (
 )
 
 from ocnopt.lab.data.digests import has_checksum, note_digest
-from ocnopt.lab.data.errors import ChecksumError, DataError, DownloadError
+from ocnopt.lab.data.errors import ChecksumError, DataError, DownloadError, TransferError
 from ocnopt.lab.data.formats.archive import reading
 from ocnopt.lab.data.registry import Remote
 
@@ -73,7 +73,7 @@ class ResumingDownloader:
                 return
             except (BrokenTransfer, *_NETWORK_ERRORS) as error:
                 if attempt + 1 == self.attempts or _is_final(error):
-                    raise DownloadError(f"{url} could not be downloaded ({error}).") from error
+                    raise TransferError(f"{url} could not be downloaded: {_reason(error)}.") from error
                 time.sleep(self.pause * 2**attempt)
 
     def _transfer(self, url: str) -> None:
@@ -128,8 +128,7 @@ def download(
     target = root / remote.folder / remote.filename
     products = [root / place for _, place in remote.members] or [target]
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Several processes of one run ask for the same data at the same moment; one fetches, the others wait.
-    with FileLock(f"{target}.lock"):
+    with _alone(target):
         if not replace and all(_is_official(product, remote) for product in products):
             return products
         if remote.checksum is None:
@@ -139,6 +138,17 @@ def download(
         if remote.members:
             _extract(target, _wanted(remote, root, replace))
     return products
+
+
+@contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """Several processes of one run ask for the same data at the same moment; one fetches, the others wait."""
+    lock = target.with_name(target.name + ".lock")
+    with FileLock(lock):
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)  # those who wait notice, and make a new one
 
 
 def _is_official(product: Path, remote: Remote) -> bool:
@@ -223,9 +233,27 @@ def _extract(archive: Path, wanted: dict[str, Path]) -> None:
 
 
 def _is_final(error: Exception) -> bool:
-    """A 404 stays a 404; a 503 may pass."""
+    """A 404 stays a 404, and who is offline stays so for a while; a 503 may pass."""
     response = getattr(error, "response", None)
-    return response is not None and 400 <= response.status_code < 500
+    return _is_unreachable(error) or (response is not None and 400 <= response.status_code < 500)
+
+
+def _is_unreachable(error: Exception) -> bool:
+    """Whether there was no connection at all, rather than one that broke."""
+    cause = getattr(error.args[0], "reason", None) if error.args else None
+    return isinstance(error, requests.exceptions.ProxyError) or isinstance(cause, urllib3.exceptions.NewConnectionError)
+
+
+def _reason(error: Exception) -> str:
+    """In words: what the libraries say is meant for those who wrote them."""
+    response = getattr(error, "response", None)
+    if isinstance(error, BrokenTransfer):
+        return str(error)
+    if response is not None:
+        return f"the server answered {response.status_code} {response.reason}"
+    if _is_unreachable(error):
+        return "the server cannot be reached from here"
+    return "the server did not answer" if isinstance(error, requests.Timeout) else "the connection broke"
 
 
 @contextmanager

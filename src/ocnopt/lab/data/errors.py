@@ -23,5 +23,9 @@ class DownloadError(DataError, OSError):
     """A download failed: no server answered, or what arrived is not the file that was asked for."""
 
 
+class TransferError(DownloadError):
+    """No server sent the file: there is no connection, or nobody has it any more."""
+
+
 class ChecksumError(DownloadError):
     """A downloaded file is complete, but its checksum is not the official one."""

@@ -9,7 +9,7 @@ from typing import Literal
 
 from ocnopt.lab.data.dataset import Dataset
 from ocnopt.lab.data.download import download as download_file
-from ocnopt.lab.data.errors import DataFormatError
+from ocnopt.lab.data.errors import DataFormatError, TransferError
 from ocnopt.lab.data.locate import Found, cache_dir, locate, missing
 from ocnopt.lab.data.readers import BUILT_IN, FROM_FILES
 from ocnopt.lab.data.registry import Entry, Remote, find_entry
@@ -53,7 +53,8 @@ def load(
 
     Raises:
         ValueError: there is no dataset of this name.
-        MissingDataError: no files were found; the message says where to put them and how to get them.
+        MissingDataError: no files were found, and none could be downloaded if that was asked for; the message says
+            where to put them and how to get them.
         DataFormatError: a file is damaged or not what it should be.
     """
     entry = find_entry(name)
@@ -61,11 +62,18 @@ def load(
         return BUILT_IN[entry.name](split_seed)
     found = locate(entry, data_dir)
     if found is None and download:
-        fetch(name, data_dir, progress=progress)
-        found = locate(entry, data_dir)
+        found = _fetched(entry, data_dir, progress)
     if found is None:
         raise missing(entry, data_dir)
     return read(found)
+
+
+def _fetched(entry: Entry, data_dir: Folder | None, progress: bool) -> Found | None:
+    try:
+        fetch(entry.name, data_dir, progress=progress)
+    except TransferError as error:
+        raise missing(entry, data_dir, error) from error
+    return locate(entry, data_dir)
 
 
 def read(found: Found) -> Dataset:

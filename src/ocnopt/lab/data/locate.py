@@ -56,15 +56,19 @@ def locate(entry: Entry, data_dir: str | os.PathLike[str] | None = None) -> Foun
     return None
 
 
-def missing(entry: Entry, data_dir: str | os.PathLike[str] | None = None) -> MissingDataError:
-    """One sentence: what is missing, where to put it, how to get it."""
+def missing(
+    entry: Entry, data_dir: str | os.PathLike[str] | None = None, failure: Exception | None = None
+) -> MissingDataError:
+    """One sentence: what is missing, why it was not downloaded (where that failed), where to put it, how to get it."""
     places = search_path(data_dir)
-    files = " and ".join(remote.filename for remote in entry.remotes)
+    *names, last = (remote.filename for remote in entry.remotes)
+    files = f"{', '.join(names)} and {last}" if names else last
     target = places[0] / entry.folders[0]
     searched = ", ".join(f"{p}" if p.is_dir() else f"{p} (no such folder)" for p in places)
-    partial = _partial(entry, places)
+    source = entry.remotes[0].urls[0].rpartition("/")[0] + "/"
+    failed = "" if failure is None else f", and {str(failure).rstrip('.')}"
     return MissingDataError(
-        f"{entry.name} was not found in {searched}{partial}: put {files} from {entry.homepage} into "
+        f"{entry.name} was not found in {searched}{_partial(entry, places)}{failed}: put {files} from {source} into "
         f"{target}, name another folder with --data-dir or {DATA_VARIABLE}, or run "
         f"`ocnopt data fetch {entry.name}`."
     )
