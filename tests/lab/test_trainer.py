@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from ocnopt.lab.schema import ConfigError
 from ocnopt.lab.tensorboard import TensorBoard
 from ocnopt.lab.trainer import Stopwatch, Trainer, evaluate
 from ocnopt.lab.training import load_data, train
-from ocnopt.lab.world import World
+from ocnopt.lab.world import World, describe_environment
 
 
 class Memory:
@@ -316,6 +317,34 @@ def test_the_environment_is_written_down(tmp_path: Path) -> None:
     assert (environment["device"], environment["processes"]) == ("cpu", 1)
     assert environment["threads"] == torch.get_num_threads()
     assert len(environment["resumed"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("program", "written"),
+    [("bin/ocnopt", ["ocnopt"]), ("a/b/__main__.py", ["python", "-m", "a.b"]), ("script.py", ["script.py"])],
+)
+def test_the_command_is_written_down(
+    program: str, written: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for package in ("a", "a/b"):
+        (tmp_path / package / "__init__.py").touch()
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / program), "train", "a recipe.toml"])
+    assert describe_environment(torch.device("cpu"), World())["command"] == [*written, "train", "a recipe.toml"]
+
+
+def test_a_run_is_deterministic_and_leaves_cudnn_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def look(trainer: Trainer) -> Record:
+        seen.append((torch.backends.cudnn.enabled, torch.backends.cudnn.deterministic))
+        return {}
+
+    monkeypatch.setattr(Trainer, "train", look)
+    before = torch.backends.cudnn.deterministic
+    train(create(tmp_path / "run", small_run()))
+    assert seen == [(True, True)]
+    assert torch.backends.cudnn.deterministic == before
 
 
 def test_tensorboard_on_request(tmp_path: Path) -> None:

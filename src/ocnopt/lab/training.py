@@ -68,7 +68,7 @@ def train(
                 _note_environment(folder, describe_environment(device, world))
                 if listen is not None:
                     listen({"kind": "begin", "step": trainer.step, "steps": trainer.steps})
-            with torch.backends.cudnn.flags(deterministic=True):
+            with _deterministic():
                 return _plain(trainer.train())
 
 
@@ -100,6 +100,17 @@ def _take_up(trainer: Trainer, state: dict[str, Any], folder: RunFolder) -> None
         trainer.load_state_dict(state)
     except ValueError as error:  # it trained on other data, most likely
         raise RunError(f"{folder.path} cannot be continued here: {error}") from None
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """The same numbers in every run. Not ``cudnn.flags``: its defaults switch cuDNN itself off."""
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.deterministic = before
 
 
 class RunJournal:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy
@@ -112,6 +113,7 @@ def join(device: torch.device) -> Iterator[World]:
 def describe_environment(device: torch.device, world: World) -> dict[str, Any]:
     """What a run depends on besides its configuration."""
     return {
+        "command": _command(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "ocnopt": ocnopt.__version__,
         "python": platform.python_version(),
@@ -125,3 +127,16 @@ def describe_environment(device: torch.device, world: World) -> dict[str, Any]:
         "processes": world.size,
         "byteorder": sys.byteorder,
     }
+
+
+def _command() -> list[str]:
+    """The command line, the program without its folder. A worker process has that of the one that started it."""
+    program, arguments = Path(sys.argv[0]), sys.argv[1:]
+    if program.name != "__main__.py":
+        return [program.name, *arguments]
+    package = [program.parent.name]
+    for folder in program.parent.parents:
+        if not (folder / "__init__.py").exists():
+            break
+        package.insert(0, folder.name)
+    return ["python", "-m", ".".join(package), *arguments]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -74,16 +76,26 @@ def test_with_validation_takes_a_stratified_part_of_train_and_says_so() -> None:
     assert data.with_validation(0.5) is data
 
 
-def test_limited_keeps_the_first_samples_and_says_so() -> None:
+def test_limited_draws_samples_of_every_class_and_says_so() -> None:
     whole = dataset(image_split(20))
-    data = whole.limited(train=5, test=100)
-    assert torch.equal(data.train.values, whole.train.values[:5])
+    ordered = replace(whole, train=whole.train.take(whole.train.y.argsort(stable=True)))  # sorted by class, as WINE is
+    data = ordered.limited(train=6, test=100)
+    assert data.train.label_counts(2) == [3, 3]
+    kept = {tuple(row) for row in data.train.values.flatten(1).tolist()}
+    assert len(kept & {tuple(row) for row in whole.train.values.flatten(1).tolist()}) == 6
+    assert torch.equal(ordered.limited(train=6).train.values, data.train.values)
     assert len(data.test) == 4
     assert data.subset
-    assert data.notes == ("Limited to the first 5 train and 4 test samples.",)
+    assert data.notes == ("Limited to 6 train and 4 test samples, stratified.",)
     assert whole.limited(train=20) is whole
     with pytest.raises(ValueError, match="test must be at least 1, got 0"):
         whole.limited(test=0)
+
+
+def test_limited_text_has_no_classes_to_keep_apart() -> None:
+    text = Split(torch.arange(20).reshape(10, 2), torch.arange(1, 21).reshape(10, 2))
+    data = replace(dataset(image_split(20)), task="text", train=text).limited(train=4)
+    assert data.train.y.shape == (4, 2)
 
 
 def test_moving_a_dataset_moves_everything_a_batch_needs() -> None:

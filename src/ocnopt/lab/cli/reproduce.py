@@ -35,9 +35,11 @@ HELP = shared.help_text(
     and off, for every baseline. complexity: run time and memory against batch size. feedback: what the policies of the
     layers look at, as images.
 
-    Writes a folder with a JSON file, a Markdown page and figures. At the quick scale, subsets of the data and small
-    networks take minutes on a CPU; the page says which. Runs that are in the folder already are not repeated.""",
+    Writes a folder with a JSON file, a Markdown page and figures. At the quick scale it takes minutes on subsets
+    of the data, and for few epochs; the page says which. The convolutional rows of table1 want a GPU even then, or
+    fewer epochs and samples. Runs that are in the folder already are not repeated.""",
     "ocnopt reproduce table1 --only fcn-wine --only fcn-digits",
+    "ocnopt reproduce table1 --only cnn-svhn --train-limit 2000 --epochs 2",
     "ocnopt reproduce robust --only DIGITS",
     "ocnopt reproduce ablation",
     "ocnopt reproduce complexity",
@@ -52,12 +54,16 @@ def register(app: typer.Typer) -> None:
 
 def command(
     experiment: Annotated[Experiment, typer.Argument(help="Which one.")],
-    scale: Annotated[Scale, typer.Option(help="Minutes on a CPU, or the paper's.")] = Scale.QUICK,
+    scale: Annotated[Scale, typer.Option(help="Minutes, or the paper's.")] = Scale.QUICK,
     only: Annotated[
         list[str] | None,
         typer.Option(help="Only this dataset or network-dataset; may be repeated.", show_default="all of the scale"),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The first of the seeds.")] = 0,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs.", show_default="those of the scale")] = None,
+    train_limit: Annotated[
+        int | None, typer.Option(min=1, help="Training samples.", show_default="those of the scale")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for everything.", show_default="runs/reproduce-EXPERIMENT-SCALE")
     ] = None,
@@ -80,6 +86,8 @@ def command(
             data_dir=None if data_dir is None else str(data_dir),
             download=download,
             seed=seed,
+            epochs=epochs,
+            train_limit=train_limit,
             only=tuple(only or ()),
             tell=_silent if json_output else _tell,
         )

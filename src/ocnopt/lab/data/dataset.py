@@ -175,21 +175,27 @@ class Dataset:
         )
 
     def limited(self, train: int | None = None, test: int | None = None) -> Dataset:
-        """The first ``train`` and ``test`` samples only, for quick runs; says so in the notes."""
-        first_train, first_test = _first(self.train, train, "train"), _first(self.test, test, "test")
-        if first_train is self.train and first_test is self.test:
+        """Only so many samples, for quick runs; says so in the notes.
+
+        They are drawn class by class, in the proportions of the whole (some sets are sorted by class), with a seed of
+        their own: always the same ones.
+        """
+        some_train, some_test = _some(self.train, train, "train"), _some(self.test, test, "test")
+        if some_train is self.train and some_test is self.test:
             return self
-        note = f"Limited to the first {len(first_train)} train and {len(first_test)} test samples."
-        return replace(self, train=first_train, test=first_test, subset=True, notes=(*self.notes, note))
+        note = f"Limited to {len(some_train)} train and {len(some_test)} test samples, stratified."
+        return replace(self, train=some_train, test=some_test, subset=True, notes=(*self.notes, note))
 
     def to(self, device: torch.device | str) -> Dataset:
         validation = None if self.validation is None else self.validation.to(device)
         return replace(self, train=self.train.to(device), test=self.test.to(device), validation=validation)
 
 
-def _first(split: Split, count: int | None, name: str) -> Split:
+def _some(split: Split, count: int | None, name: str) -> Split:
     if count is None or count >= len(split):
         return split
     if count < 1:
         raise ValueError(f"{name} must be at least 1, got {count}.")
-    return split.take(torch.arange(count, device=split.y.device))
+    classes = split.y.cpu() if split.y.dim() == 1 else torch.zeros(len(split))  # a sample of text is of no class
+    _, drawn = stratified_indices(classes, count / len(split), seed=0)
+    return split.take(drawn.to(split.y.device))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from ocnopt.lab.config import RunConfig, parse_run
 from ocnopt.lab.optimizers import read_optimizer
@@ -41,16 +42,17 @@ BASELINES = {
     ),
 }
 
-_SMALL = {"channels": 8, "hidden": 32}
+_SMALL = (("channels", 8), ("hidden", 32))
 # network, dataset, batch size, options of the network, epochs
-QUICK_ROWS: tuple[tuple[str, str, int, dict[str, int], int], ...] = (
-    ("fcn", "WINE", 16, {}, 10),
-    ("fcn", "DIGITS", 32, {}, 5),
-    ("residual", "DIGITS", 32, {"channels": 8}, 3),
+Row = tuple[str, str, int, tuple[tuple[str, int], ...], int]
+QUICK_ROWS: tuple[Row, ...] = (
+    ("fcn", "WINE", 16, (), 10),
+    ("fcn", "DIGITS", 32, (), 5),
+    ("residual", "DIGITS", 32, (("channels", 8),), 3),
     ("inception", "DIGITS", 32, _SMALL, 5),
 )
-FULL_ROWS: tuple[tuple[str, str, int, dict[str, int], int], ...] = tuple(
-    (network, dataset, 128, {}, 20)
+FULL_ROWS: tuple[Row, ...] = tuple(
+    (network, dataset, 128, (), 20)
     for network, dataset in (
         ("residual", "MNIST"),
         ("residual", "SVHN"),
@@ -69,7 +71,7 @@ def run(bench: Bench) -> Finding:
     if not rows:
         raise ConfigError("only must name some of the rows of this experiment")
     seeds = bench.seeds(quick=3, full=4)
-    cells = {(_name(row), baseline): _compare(row, baseline, seeds, bench) for row in rows for baseline in BASELINES}
+    cells = _compare(rows, seeds, bench)
     figure = bench.folder / "ablation.png"
     names = [_name(row) for row in rows]
     figures.draw_heat_map(figure, names, list(BASELINES), {key: cell["difference"] for key, cell in cells.items()})
@@ -79,10 +81,7 @@ def run(bench: Bench) -> Finding:
             f"Scale: {bench.scale}. Seeds {', '.join(map(str, seeds))}; the learning rate of each baseline is the one "
             "with the best accuracy on held-out training samples, with the feedback off and the first seed.",
             "With the feedback on: nonlinear rollout, rank 1, β = 1, the same learning rate and everything else.",
-            *(
-                f"{_name(row)}: batch {row[2]}, {row[4]} epochs{''.join(f', {k} = {v}' for k, v in row[3].items())}."
-                for row in rows
-            ),
+            *(_describe(row, bench) for row in rows),
         ],
         data=[{"row": name, "baseline": baseline, **cell} for (name, baseline), cell in cells.items()],
         headings=("change of test accuracy, %", *BASELINES),
@@ -95,38 +94,73 @@ def run(bench: Bench) -> Finding:
     )
 
 
-Row = tuple[str, str, int, dict[str, int], int]
-
-
 def _name(row: Row) -> str:
     return f"{row[1]}, {row[0]}"
 
 
-def _compare(row: Row, baseline: str, seeds: tuple[int, ...], bench: Bench) -> dict[str, Any]:
-    rates = BASELINES[baseline].quick_rates if bench.quick else BASELINES[baseline].rates
-    tried = bench.train([_config(row, baseline, lr, seeds[0], "off") for lr in rates])
-    lr = max(zip(rates, map(_validation, tried), strict=True), key=lambda pair: pair[1])[0]
-    off, on = (
-        [_accuracy(run) for run in bench.train([_config(row, baseline, lr, seed, feedback) for seed in seeds])]
+def _describe(row: Row, bench: Bench) -> str:
+    config = _config(Cell(row, "SGD", 1.0, bench.seed, "off"), bench)
+    limit = f", {config.data.train_limit} training samples" if config.data.train_limit else ""
+    options = "".join(f", {key} = {value}" for key, value in row[3])
+    return f"{_name(row)}: batch {config.data.batch_size}, {config.training.epochs} epochs{limit}{options}."
+
+
+class Cell(NamedTuple):
+    """One run."""
+
+    row: Row
+    baseline: str
+    lr: float
+    seed: int
+    feedback: str
+
+
+def _compare(rows: Sequence[Row], seeds: Sequence[int], bench: Bench) -> dict[tuple[str, str], dict[str, Any]]:
+    """All learning rates with the feedback off and the first seed; then the best, off and on, with all seeds."""
+    tried = [
+        Cell(row, baseline, lr, seeds[0], "off")
+        for row in rows
+        for baseline in BASELINES
+        for lr in (BASELINES[baseline].quick_rates if bench.quick else BASELINES[baseline].rates)
+    ]
+    best: dict[tuple[str, str], tuple[float, Cell]] = {}
+    for cell, run in zip(tried, _train(tried, bench), strict=True):
+        place = (_name(cell.row), cell.baseline)
+        best[place] = max(best.get(place, (-1.0, cell)), (_validation(run), cell), key=lambda pair: pair[0])
+    sides = [
+        cell._replace(seed=seed, feedback=feedback)
+        for _, cell in best.values()
         for feedback in ("off", "nonlinear")
-    )
-    differences = [b - a for a, b in zip(off, on, strict=True)]
-    spread = stdev(differences) if len(differences) > 1 else None
-    return {"lr": lr, "off": off, "on": on, "difference": mean(differences), "deviation": spread}
+        for seed in seeds
+    ]
+    accuracy = dict(zip(sides, map(_accuracy, _train(sides, bench)), strict=True))
+    found = {}
+    for place, (_, cell) in best.items():
+        off, on = (
+            [accuracy[cell._replace(seed=seed, feedback=feedback)] for seed in seeds]
+            for feedback in ("off", "nonlinear")
+        )
+        differences = [b - a for a, b in zip(off, on, strict=True)]
+        spread = stdev(differences) if len(differences) > 1 else None
+        found[place] = {"lr": cell.lr, "off": off, "on": on, "difference": mean(differences), "deviation": spread}
+    return found
 
 
-def _config(row: Row, baseline: str, lr: float, seed: int, feedback: str) -> RunConfig:
-    network, dataset, batch_size, options, epochs = row
-    optimizer = read_optimizer({"name": "ocnopt", **BASELINES[baseline].options, "lr": lr, "feedback": feedback})
-    config = parse_run(
-        {
-            "data": {"name": dataset, "batch_size": batch_size, "validation": 0.2},
-            "network": {"name": network, **options},
-            "optimizer": optimizer.table(),
-            "training": {"epochs": epochs, "seed": seed},
-        }
-    )
-    return replace(config, label=f"{baseline}, feedback {feedback}")
+def _train(cells: Sequence[Cell], bench: Bench) -> list[RunFolder]:
+    return bench.train([_config(cell, bench) for cell in cells])
+
+
+def _config(cell: Cell, bench: Bench) -> RunConfig:
+    network, dataset, batch_size, options, epochs = cell.row
+    baseline = BASELINES[cell.baseline].options
+    optimizer = read_optimizer({"name": "ocnopt", **baseline, "lr": cell.lr, "feedback": cell.feedback})
+    table = {
+        "data": {"name": dataset, "batch_size": batch_size, "validation": 0.2},
+        "network": {"name": network, **dict(options)},
+        "optimizer": optimizer.table(),
+        "training": {"epochs": epochs, "seed": cell.seed},
+    }
+    return replace(parse_run(bench.resized(table)), label=f"{cell.baseline}, feedback {cell.feedback}")
 
 
 def _validation(run: RunFolder) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -23,11 +23,12 @@ class Bench:
 
     Attributes:
         folder: for everything it writes; runs that are in it already are not repeated.
-        scale: ``quick`` is a few minutes on a CPU: subsets, small networks, few epochs. ``full`` is the paper's.
+        scale: ``quick`` is minutes: subsets, few epochs, where it helps small networks. ``full`` is the paper's.
         workers: processes.
         device: where networks are trained.
         data_dir, download: as in :func:`ocnopt.lab.data.load`.
         seed: the first of the seeds.
+        epochs, train_limit: instead of those of the scale.
         only: names of the parts to run (datasets, or ``network-dataset``); all of them when empty.
         tell: is given a line of progress now and then.
     """
@@ -39,6 +40,8 @@ class Bench:
     data_dir: str | None = None
     download: bool = False
     seed: int = 0
+    epochs: int | None = None
+    train_limit: int | None = None
     only: tuple[str, ...] = ()
     tell: Tell = field(default=lambda line: None)
 
@@ -53,6 +56,16 @@ class Bench:
         """Whether a part was asked for."""
         names = {dataset.lower(), network.lower(), f"{network}-{dataset}".lower()}
         return not self.only or any(name.lower() in names for name in self.only)
+
+    def resized(self, table: Mapping[str, Any]) -> dict[str, Any]:
+        """The table of a run or a recipe with the epochs and the samples that were asked for."""
+        changes = {"training": {"epochs": self.epochs}, "data": {"train_limit": self.train_limit}}
+        return {
+            key: {**value, **{k: v for k, v in changes.get(key, {}).items() if v is not None}}
+            if isinstance(value, Mapping)
+            else value
+            for key, value in table.items()
+        }
 
     def train(self, configs: Sequence[RunConfig]) -> list[RunFolder]:
         """Train all of them, or what is left of it, and return their folders in the same order."""

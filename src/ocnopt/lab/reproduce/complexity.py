@@ -16,6 +16,7 @@ from ocnopt.lab import models
 from ocnopt.lab.optimizers import read_optimizer
 from ocnopt.lab.reproduce import figures
 from ocnopt.lab.reproduce.bench import Bench, Finding
+from ocnopt.lab.schema import ConfigError
 from ocnopt.lab.trainer import take_step
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -25,6 +26,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "E-MSA": {"name": "emsa"},
     "OCNOpt": {"name": "ocnopt"},
     "OCNOpt, nonlinear": {"name": "ocnopt", "feedback": "nonlinear"},
+    "OCNOpt, nonlinear, Kronecker": {"name": "ocnopt", "feedback": "nonlinear", "curvature": "kronecker"},
 }
 
 
@@ -61,6 +63,11 @@ class Cell:
 def run(bench: Bench) -> Finding:
     """Measure every cell in a process of its own: memory that one leaves behind must not be another's."""
     panels = [panel for panel in (QUICK if bench.quick else FULL) if bench.chosen(panel.network, panel.dataset)]
+    if not panels:
+        raise ConfigError("only must name some of cnn, resnet18, MNIST, CIFAR100")
+    if bench.epochs is not None or bench.train_limit is not None:
+        raise ConfigError("epochs and train_limit mean nothing here: single steps are measured, on random inputs")
+    sizes = sorted({size for panel in panels for size in panel.sizes})
     steps = 3 if bench.quick else 10
     cells = []
     for panel in panels:
@@ -80,9 +87,9 @@ def run(bench: Bench) -> Finding:
             "everything that the optimizer keeps.",
         ],
         data=[asdict(cell) for cell in cells],
-        headings=("ms per step, MB", "method", *(f"batch {size}" for size in panels[0].sizes)) if panels else (),
+        headings=("ms per step, MB", "method", *(f"batch {size}" for size in sizes)),
         rows=[
-            [f"{panel.dataset}, {panel.network}", method, *map(_text, _of(cells, panel, method))]
+            [f"{panel.dataset}, {panel.network}", method, *(_at(cells, panel, method, size) for size in sizes)]
             for panel in panels
             for method in METHODS
         ],
@@ -100,6 +107,10 @@ def _lines(panel: Panel, cells: list[Cell]) -> dict[str, list[tuple[int, float |
         method: [(cell.batch_size, cell.seconds, cell.megabytes) for cell in _of(cells, panel, method)]
         for method in METHODS
     }
+
+
+def _at(cells: list[Cell], panel: Panel, method: str, size: int) -> str:
+    return next((_text(cell) for cell in _of(cells, panel, method) if cell.batch_size == size), "–")
 
 
 def _text(cell: Cell) -> str:

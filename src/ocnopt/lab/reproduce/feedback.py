@@ -54,14 +54,13 @@ def run(bench: Bench) -> Finding:
 
 def _config(bench: Bench) -> RunConfig:
     quick: dict[str, Any] = {"train_limit": 2500, "test_limit": 2000, "batch_size": 32}
-    return parse_run(
-        {
-            "data": {"name": "MNIST", **(quick if bench.quick else {"batch_size": 128})},
-            "network": {"name": "cnn", **({"channels": 8, "hidden": 32} if bench.quick else {})},
-            "optimizer": {"name": "ocnopt"},
-            "training": {"epochs": 2 if bench.quick else 10, "seed": bench.seed},
-        }
-    )
+    table = {
+        "data": {"name": "MNIST", **(quick if bench.quick else {"batch_size": 128})},
+        "network": {"name": "cnn", **({"channels": 8, "hidden": 32} if bench.quick else {})},
+        "optimizer": {"name": "ocnopt"},
+        "training": {"epochs": 2 if bench.quick else 10, "seed": bench.seed},
+    }
+    return parse_run(bench.resized(table))
 
 
 def _pairs(dataset: data.Dataset) -> tuple[Tensor, Tensor]:

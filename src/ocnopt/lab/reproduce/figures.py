@@ -111,7 +111,7 @@ def draw_complexity(
     panels: Sequence[Mapping[str, Sequence[tuple[int, float | None, float | None]]]],
 ) -> None:
     """Log-log: time above, memory below, a column per network."""
-    colors = ("#4477aa", "#228833", "#ccbb44", "#aa3377", "#ee6677", "#000000")
+    colors = ("#4477aa", "#228833", "#ccbb44", "#aa3377", "#ee6677", "#000000", "#ee8866")
     with figure(path, 2, len(panels), 4.4, 2.8) as axes:
         for column, (title, lines) in enumerate(zip(titles, panels, strict=True)):
             for (method, points), color in zip(lines.items(), colors, strict=True):

@@ -55,11 +55,9 @@ def run(bench: Bench) -> Finding:
     if not cases:
         raise ConfigError(f"only must name some of {', '.join(f'{c.network}-{c.dataset}'.lower() for c in CASES)}")
     seeds = bench.seeds(quick=3, full=5)
-    found = {
-        (case, method): bench.train([_config(case, method, seed, bench) for seed in seeds])
-        for case in cases
-        for method in METHODS
-    }
+    places = [(case, method) for case in cases for method in METHODS]
+    runs = iter(bench.train([_config(*place, seed, bench) for place in places for seed in seeds]))
+    found = {place: [next(runs) for _ in seeds] for place in places}
     figure = bench.folder / "robust.png"
     curves = {(case.dataset, method): [_curve(run) for run in runs] for (case, method), runs in found.items()}
     figures.draw_curves(figure, {case.dataset: f"{case.dataset}, lr = {case.lr:g}" for case in cases}, curves)
@@ -82,15 +80,14 @@ def run(bench: Bench) -> Finding:
 
 def _config(case: Case, method: str, seed: int, bench: Bench) -> RunConfig:
     limits, narrow = (case.quick_data, case.quick_network) if bench.quick else ({}, {})
-    return parse_run(
-        {
-            "label": method,
-            "data": {"name": case.dataset, "batch_size": case.batch_size, **limits},
-            "network": {"name": case.network, **narrow},
-            "optimizer": {**METHODS[method], "lr": case.lr},
-            "training": {"epochs": case.quick_epochs if bench.quick else case.epochs, "seed": seed, "log_every": 1},
-        }
-    )
+    table = {
+        "label": method,
+        "data": {"name": case.dataset, "batch_size": case.batch_size, **limits},
+        "network": {"name": case.network, **narrow},
+        "optimizer": {**METHODS[method], "lr": case.lr},
+        "training": {"epochs": case.quick_epochs if bench.quick else case.epochs, "seed": seed, "log_every": 1},
+    }
+    return parse_run(bench.resized(table))
 
 
 def _curve(run: RunFolder) -> list[float]:
@@ -116,8 +113,9 @@ def _spread(values: list[float], digits: int) -> str:
 def _describe(cases: list[Case], bench: Bench, seeds: tuple[int, ...]) -> list[str]:
     sentences = [f"Scale: {bench.scale}. Seeds {', '.join(map(str, seeds))}. No momentum, no preconditioning."]
     for case in cases:
-        sizes = {**case.quick_data, **case.quick_network} if bench.quick else {}
-        epochs = case.quick_epochs if bench.quick else case.epochs
-        extra = "".join(f", {key} = {value}" for key, value in sizes.items())
-        sentences.append(f"{case.dataset}, {case.network}: {epochs} epochs, batch {case.batch_size}{extra}.")
+        config = _config(case, "SGD", seeds[0], bench)
+        limit = f", {config.data.train_limit} training samples" if config.data.train_limit else ""
+        options = "".join(f", {key} = {value}" for key, value in config.network.options.items())
+        epochs = config.training.epochs
+        sentences.append(f"{case.dataset}, {case.network}: {epochs} epochs, batch {case.batch_size}{limit}{options}.")
     return sentences
