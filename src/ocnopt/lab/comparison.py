@@ -4,21 +4,45 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ocnopt.lab import toml
 from ocnopt.lab.config import RunConfig
-from ocnopt.lab.optimizers import OptimizerConfig
+from ocnopt.lab.optimizers import OptimizerConfig, read_optimizer
+from ocnopt.lab.recipes import Recipe
 from ocnopt.lab.runs import RunFolder
 from ocnopt.lab.schema import ConfigError
 from ocnopt.lab.training import Folder, rehearse
 
+#: those that take any network and a few seconds on a small one
+DEFAULT_OPTIMIZERS = ("ocnopt", "sgdm", "rmsprop", "adam", "adamw", "muon", "ekfac")
+
+#: the part of the training samples by which settings are chosen, where nothing else is said
+VALIDATION = 0.1
+
+
+def contenders(base: RunConfig, recipe: Recipe | None = None) -> list[OptimizerConfig]:
+    """The optimizer of the run itself, and beside it those of the recipe's grids; where it has none, the usual ones."""
+    grids = [] if recipe is None else [grid.alone() for grid in recipe.grids.values()]
+    others = grids or [read_optimizer({"name": name}) for name in DEFAULT_OPTIMIZERS]
+    return [base.optimizer, *(other for other in others if other != base.optimizer)]
+
+
+def hold_out(run: RunConfig) -> RunConfig:
+    """With samples to choose settings by: never the test set. Where the run holds out none, a tenth is."""
+    return run if run.data.validation else replace(run, data=replace(run.data, validation=VALIDATION))
+
 
 def vary(base: RunConfig, optimizers: Iterable[OptimizerConfig], rates: Sequence[float], seeds: int) -> list[RunConfig]:
-    """Every optimizer at every learning rate (its own, if there are none) with ``seeds`` seeds from the base's on."""
+    """Every optimizer at every learning rate (its own, if there are none) with ``seeds`` seeds from the base's on.
+
+    Where there are several rates to choose from, samples are held out to choose by.
+    """
     first = base.training.seed
+    base = hold_out(base) if len(rates) > 1 else base
     return [
-        base.with_optimizer(optimizer.with_lr(lr)).with_seed(seed)
+        base.with_optimizer(optimizer.with_lr(lr), base.label if optimizer == base.optimizer else None).with_seed(seed)
         for optimizer in optimizers
         for lr in rates or (optimizer.lr,)
         for seed in range(first, first + seeds)

@@ -173,7 +173,7 @@ class OptimizerConfig:
         return float(self.options["lr"])
 
     def with_lr(self, lr: float) -> OptimizerConfig:
-        return read_optimizer({**self.table(), "lr": lr})
+        return read_optimizer({**self.table(), "lr": lr}, self.name)
 
     def label(self) -> str:
         """The name and every option that is not at its default, except the learning rate."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -53,6 +53,11 @@ class Grid:
     def at(self, values: Mapping[str, Scalar]) -> OptimizerConfig:
         """The optimizer with these values; they need not be in the grid."""
         return read_optimizer({"name": self.optimizer, **values}, f"grids.{self.key}")
+
+    def alone(self) -> OptimizerConfig:
+        """One setting for the whole grid: what it fixes, and of what it varies the optimizer's own default."""
+        options = find_kind(self.optimizer, f"grids.{self.key}").options
+        return self.at({k: v[0] for k, v in self.choices.items() if len(v) == 1 or options[k].default is MISSING})
 
     def points(self) -> Iterator[OptimizerConfig]:
         """All combinations, the last option changing fastest."""

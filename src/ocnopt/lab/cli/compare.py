@@ -10,26 +10,28 @@ from rich.console import Console
 
 from ocnopt.lab.cli import shared
 from ocnopt.lab.cli.train import BatchSize, Config, Dataset, Epochs, Network, Set
-from ocnopt.lab.comparison import create_runs, rehearse_all, vary
+from ocnopt.lab.comparison import DEFAULT_OPTIMIZERS, contenders, create_runs, rehearse_all, vary
+from ocnopt.lab.config import RunConfig
 from ocnopt.lab.live import train_and_show
+from ocnopt.lab.optimizers import OptimizerConfig
 from ocnopt.lab.pool import Outcome, Setup, default_workers
+from ocnopt.lab.recipes import read_recipe
 from ocnopt.lab.schema import ConfigError
 from ocnopt.lab.settings import Settings, parse_optimizer
 from ocnopt.lab.tables import draw, summarise
 from ocnopt.lab.world import find_device, refuse_torchrun
 
-#: those that take any network and a few seconds on a small one
-DEFAULT_OPTIMIZERS = ("ocnopt", "sgdm", "rmsprop", "adam", "adamw", "muon", "ekfac")
-
 HELP = shared.help_text(
     """Train the same network with several optimizers, learning rates and seeds, side by side.
 
     All start from the same weights and see the same batches, seed by seed. A table grows while they run; at the end it
-    is printed, and written as an HTML report beside the runs.""",
+    is printed, and written as an HTML report beside the runs. A recipe brings its own optimizers: that of its run and
+    one for each of its grids, with what the grid fixes (to search the grids, see `ocnopt sweep`). Where several
+    learning rates are compared, a tenth of the training samples is held out, and the report chooses by it.""",
     "ocnopt compare --dataset DIGITS --epochs 10 --seeds 3",
     "ocnopt compare --dataset WINE --optimizer ocnopt --optimizer adam --lr 1",
     "ocnopt compare --dataset WINE --optimizer ocnopt:rank=4 --lr 0.1 --lr 1",
-    "ocnopt compare table1-fcn-digits --epochs 5 --seeds 2",
+    "ocnopt compare table1-fcn-wine --epochs 5 --seeds 2",
     "ocnopt compare --resume runs/20250101-120000-compare-WINE",
 )
 
@@ -47,7 +49,7 @@ def command(
         typer.Option(
             metavar="NAME[:KEY=VALUE,...]",
             help="An optimizer and its options; may be repeated.",
-            show_default=", ".join(DEFAULT_OPTIMIZERS),
+            show_default=f"those of the recipe, or {', '.join(DEFAULT_OPTIMIZERS)}",
         ),
     ] = None,
     lr: Annotated[
@@ -74,7 +76,7 @@ def command(
         refuse_torchrun("compare")
         place = find_device(device)
         if resume is None:
-            configs = vary(settings.run(), map(parse_optimizer, optimizer or DEFAULT_OPTIMIZERS), lr or [], seeds)
+            configs = vary(base := settings.run(), _optimizers(base, settings, optimizer), lr or [], seeds)
             rehearse_all(configs, data_dir, download)
             out = out or shared.default_folder("compare", configs[0].data.name)
             folders = create_runs(out, configs)
@@ -86,6 +88,14 @@ def command(
         console = None if json_output else shared.progress_console
         outcomes = train_and_show(folders, setup, workers or default_workers(place), console)
         finish(out, outcomes, json_output)
+
+
+def _optimizers(base: RunConfig, settings: Settings, named: list[str] | None) -> list[OptimizerConfig]:
+    if not named:
+        return contenders(base, None if settings.config is None else read_recipe(settings.config))
+    if any(text.startswith("optimizer.") for text in settings.overrides):
+        raise ConfigError("--set optimizer.KEY is for the optimizer of the recipe: write --optimizer NAME:KEY=VALUE")
+    return [parse_optimizer(spec) for spec in named]
 
 
 def finish(folder: Path, outcomes: list[Outcome], json_output: bool) -> None:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ocnopt.lab.comparison import hold_out
 from ocnopt.lab.config import RunConfig
 from ocnopt.lab.recipes import Grid, Recipe
 from ocnopt.lab.schema import ConfigError, Scalar
-
-#: the part of the training samples that decides between settings, where a recipe does not say
-VALIDATION = 0.1
 
 
 @dataclass(frozen=True)
@@ -58,9 +56,7 @@ def points_of(recipe: Recipe, *, grids: Sequence[str] = (), seeds: Iterable[int]
     chosen = [grid for key, grid in recipe.grids.items() if not grids or key in grids]
     if not chosen:
         raise ConfigError("grids must hold at least one table: there is nothing to sweep over")
-    run = recipe.run
-    if not run.data.validation:
-        run = replace(run, data=replace(run.data, validation=VALIDATION))
+    run = hold_out(recipe.run)
     return [
         Point(grid, run.with_optimizer(optimizer, grid.label).with_seed(seed))
         for seed in (list(seeds) if seeds is not None else [run.training.seed])
