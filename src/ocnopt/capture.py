@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ocnopt.chain import Ends, is_chain
 from ocnopt.environment import Autocast, Environment
-from ocnopt.games.flow import Flow, Recorder, innermost
+from ocnopt.games.flow import Draws, Flow, Recorder, innermost
 from ocnopt.hosts import Execution, Host
 from ocnopt.layers.base import Call
 from ocnopt.rng import RNGState
@@ -51,6 +51,8 @@ class Pass:
     order: list[str] = field(default_factory=list)  # modules in the order of their calls
     chain: bool = False
     flow: Flow | None = None
+    draws: Draws = field(default_factory=dict)
+    fixed: str | None = None  # why it cannot be run again stage by stage
     outputs: list[Tensor] = field(default_factory=list)
     output_versions: list[int] = field(default_factory=list)
     D: dict[int, Tensor] = field(default_factory=dict)  # ∂L/∂x_K, by output
@@ -160,6 +162,7 @@ class Tape:
         self._flows: list[Flow] = []
         self._recorder: Recorder | None = None
         self._random: RNGState | None = None
+        self._draws = False  # does the model draw random numbers?
         self.rollout: Rollout | None = None
         self.randomised: set[str] = set()  # modules that draw random numbers which their adapter must draw again
         self._current: Pass | None = None
@@ -236,7 +239,7 @@ class Tape:
             self._follow(model, tensors(given))
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        flow = self._followed(output)
+        flow = self._followed(output, self._current)
         this, self._current, self._open = self._current, None, []
         if this is None:
             return
@@ -258,20 +261,19 @@ class Tape:
         if torch.compiler.is_compiling():
             return
         self._random = RNGState.capture(devices_of(model))
-        self._recorder = Recorder(model, inputs)
+        self._recorder = Recorder(model, inputs, self._random.states if self._draws else None)
         self._recorder.__enter__()  # type: ignore[no-untyped-call]
 
-    def _followed(self, output: Any) -> Flow | None:
+    def _followed(self, output: Any, this: Pass | None) -> Flow | None:
         recorder, self._recorder = self._recorder, None
-        if recorder is None or self._random is None:
+        if recorder is None or this is None or self._random is None:
             return None
         recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        flow = recorder.finish(output, self._flows)
-        if flow in self._flows:
-            self._flows.remove(flow)
-        elif not self._random.same_as(RNGState.capture(self._random.states)):
-            flow.fixed = "the model draws random numbers"
-        self._flows = [flow, *self._flows[:15]]  # the last one first: it is the likeliest
+        flow, this.draws = recorder.finish(output, self._flows), recorder.draws
+        self._flows = [flow, *(other for other in self._flows[:16] if other is not flow)]  # the likeliest first
+        if not self._draws and not self._random.same_as(RNGState.capture(self._random.states)):
+            self._draws = True
+            this.fixed = "it drew random numbers that were not kept (from the next step on they are)"
         return flow
 
     # --- its modules ---

@@ -130,8 +130,8 @@ def test_adaptive_stays_with_its_choice_until_it_is_rewarded() -> None:
     assert all(len(set(chosen[i : i + 3])) == 1 for i in range(0, 30, 3))
     assert len(set(chosen)) == 3
     assert opt.game.bandits[""].rounds == 10
+    step(model, opt)
     with pytest.raises(ValueError, match=r"reward must be a number in \[0, 1\]"):
-        step(model, opt)
         opt.game.reward(1.5)
 
 

@@ -65,7 +65,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, 11, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        batch, length = tokens.shape
+        _, length = tokens.shape
         assert length <= len(self.positions)
         return self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions[:length]))).reshape(-1, 11)
 

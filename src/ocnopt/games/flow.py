@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
+from ocnopt.rng import RNGState
 from ocnopt.trees import mapped, tensors
 
 
@@ -37,6 +39,10 @@ class Entry(NamedTuple):
     made: tuple[bool, ...]  # of each tensor that came out: is it floating point?
     single: bool  # a tensor, and not some structure of them
     written: int | None  # which of its tensors is changed in place, if one is
+
+
+#: the random numbers that a pass began its entries with, where they drew any
+Draws = Mapping[int, RNGState]
 
 
 @dataclass(eq=False)
@@ -63,14 +69,16 @@ class Flow:
         """The calls of players, in the order of the program."""
         return [n for n in self.graph.nodes if n.op == "call_module"]
 
-    def run(self, node: fx.Node, values: Mapping[fx.Node, Any], model: nn.Module) -> Any:
+    def run(self, node: fx.Node, values: Mapping[fx.Node, Any], model: nn.Module, draws: Draws) -> Any:
         """The value of a node that is not an input, from the values of the nodes it reads."""
         if node.op == "get_attr":
             name = str(node.target)
             return self.constants[name] if name in self.constants else _attribute(model, name)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
         run = node.target if callable(node.target) else model.get_submodule(node.target)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and node.meta["grad"]):
+        rng = draws.get(node.meta["entry"])
+        drawn = nullcontext() if rng is None else rng.restored()
+        with drawn, torch.set_grad_enabled(torch.is_grad_enabled() and node.meta["grad"]):
             out = run(*args, **kwargs)
         return out if isinstance(out, Tensor) else tensors(out)
 
@@ -121,9 +129,12 @@ class Overwriting:
 class Recorder(TorchFunctionMode):
     """Takes down a pass. Calls of players are opaque: :meth:`enter` and :meth:`leave` stand around them."""
 
-    def __init__(self, model: nn.Module, inputs: list[Tensor]) -> None:
+    def __init__(self, model: nn.Module, inputs: list[Tensor], devices: Iterable[torch.device] | None = None) -> None:
+        """``devices``: whose random numbers to keep where they are drawn; ``None``: of none."""
         super().__init__()
         self.entries: list[Entry] = []
+        self.draws: dict[int, RNGState] = {}
+        self._rng = None if devices is None else RNGState.capture(devices)
         self.unknown: str | None = None
         self.constants: dict[int, Tensor] = {}
         self._parameters = {id(p): name for name, p in model.named_parameters()}
@@ -210,6 +221,8 @@ class Recorder(TorchFunctionMode):
         self, kind: str, target: Any, spec: tuple[Any, Any, bool], made: list[Tensor], single: bool,
         written: int | None = None,
     ) -> None:  # fmt: skip
+        if self._rng is not None and not self._rng.same_as(now := RNGState.capture(self._rng.states)):
+            self.draws[len(self.entries)], self._rng = self._rng, now
         floating = tuple(t.is_floating_point() for t in made)
         self.entries.append(Entry(kind, target, *spec, floating, single, written))
         for t in made:
@@ -233,12 +246,12 @@ class Recorder(TorchFunctionMode):
         nodes = [flow.graph.placeholder(f"input_{i}") for i in range(len(self._inputs))]
         for node, floating in zip(nodes, self._inputs, strict=True):
             node.meta["floating"] = floating
-        for entry in self.entries[:-1]:
-            self._add(flow, entry, nodes)
+        for i, entry in enumerate(self.entries[:-1]):
+            self._add(flow, i, entry, nodes)
         flow.outputs = [None if value is None else nodes[value.turn] for value in outputs]
         return flow
 
-    def _add(self, flow: Flow, entry: Entry, nodes: list[fx.Node]) -> None:
+    def _add(self, flow: Flow, place: int, entry: Entry, nodes: list[fx.Node]) -> None:
         args, kwargs = _with_nodes((entry.args, entry.kwargs), nodes)
         if entry.kind == "player":
             node = flow.graph.create_node("call_module", entry.target, args, kwargs)
@@ -254,14 +267,14 @@ class Recorder(TorchFunctionMode):
                 flow.constants[name] = self.constants[entry.target]
             node = flow.graph.create_node("get_attr", name)
             node.meta["parameter"] = entry.kind == "parameter"
-        node.meta |= {"grad": entry.grad, "outputs": len(entry.made), "single": entry.single}
+        node.meta |= {"entry": place, "grad": entry.grad, "outputs": len(entry.made), "single": entry.single}
         if entry.single:
             node.meta["floating"] = entry.made[0]
             nodes.append(node)
             return
         for i, floating in enumerate(entry.made):
             picked = flow.graph.call_function(operator.getitem, (node, i))
-            picked.meta |= {"grad": True, "floating": floating}
+            picked.meta |= {"entry": -1, "grad": True, "floating": floating}
             nodes.append(picked)
 
 

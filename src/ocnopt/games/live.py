@@ -127,4 +127,4 @@ class Live:
         return [self.this.outputs[i] if node is None else values[node] for i, node in enumerate(self.flow.outputs)]
 
     def _value(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-        return self.flow.run(node, values, self.tape.model)
+        return self.flow.run(node, values, self.tape.model, self.this.draws)

@@ -85,11 +85,11 @@ class Replay:
                 elif node.op == "call_module":
                     values[node] = self._output(node, values, leaves)
                 elif node.op == "get_attr":
-                    values[node] = self.flow.run(node, values, self.model).detach()
+                    values[node] = self.flow.run(node, values, self.model, {}).detach()
                 else:
                     mine = {source: values[source].view_as(values[source]) for source in watched.get(node, ())}
                     aliases.update({(source, node): t for source, t in mine.items()})
-                    values[node] = self.flow.run(node, ChainMap(mine, values), self.model)
+                    values[node] = self.flow.run(node, ChainMap(mine, values), self.model, self.this.draws)
         return values, aliases, leaves
 
     def _output(
@@ -99,7 +99,7 @@ class Replay:
         kept = {} if record is None else record.outputs
         if record is None or len(kept) < call.meta["outputs"]:
             with torch.no_grad():  # not kept: the parameters are still those of the first pass
-                out = self.flow.run(call, values, self.model)
+                out = self.flow.run(call, values, self.model, self.this.draws)
             kept = dict(enumerate([out] if isinstance(out, Tensor) else out))
         made = [kept[i].detach().requires_grad_(record is not None) for i in range(len(kept))]
         if record is not None:
