@@ -84,6 +84,13 @@ def test_muon_alone_and_adamw_alone() -> None:
     assert list(MuonAdamW([nn.Parameter(torch.ones(2))], 0.1, 0.9, 0.0).parts) == ["adamw"]
 
 
+def test_muon_leaves_embeddings_to_adamw() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3, bias=False))
+    parts = read_optimizer({"name": "muon"}).build(model).parts
+    assert parts["muon"].param_groups[0]["params"] == [model[1].weight]
+    assert parts["adamw"].param_groups[0]["params"] == [model[0].weight]
+
+
 @pytest.mark.parametrize(
     ("table", "why"),
     [

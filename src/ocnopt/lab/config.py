@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ocnopt.lab.data import find_entry
-from ocnopt.lab.models import NETWORKS
+from ocnopt.lab.models import NETWORKS, READ_TEXT
 from ocnopt.lab.optimizers import OptimizerConfig, read_optimizer
 from ocnopt.lab.schema import (
     ConfigError,
@@ -61,6 +61,7 @@ class DataConfig:
         split_seed: of the split into train and test where the dataset has none of its own; not the seed of the run,
             so that all runs are tested on the same samples.
         drop_last: leave out the last batch of an epoch when it is not full.
+        block_length: characters in a sample of text; :data:`ocnopt.lab.data.BLOCK_LENGTH` where nothing is said.
     """
 
     name: str
@@ -70,6 +71,7 @@ class DataConfig:
     validation: Fraction = 0.0
     split_seed: Natural = 0
     drop_last: bool = False
+    block_length: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -133,10 +135,12 @@ def parse_run(table: Mapping[str, Any]) -> RunConfig:
     refuse_unknown(RUN_KEYS, table, "")
     optimizer = read_optimizer(sub_table(table, "optimizer"))
     label = convert(str, table.get("label", ""), "label")
+    data, network = _read_data(sub_table(table, "data")), _read_network(sub_table(table, "network"))
+    _check_match(data, network)
     return RunConfig(
         label=label or optimizer.label(),
-        data=_read_data(sub_table(table, "data")),
-        network=_read_network(sub_table(table, "network")),
+        data=data,
+        network=network,
         optimizer=optimizer,
         training=read_table(TrainingConfig, sub_table(table, "training"), "training"),
     )
@@ -154,8 +158,10 @@ def _read_data(table: Mapping[str, Any]) -> DataConfig:
         entry = find_entry(data.name)
     except ValueError as error:
         raise ConfigError(f"data.name: {error}") from None
-    if entry.task != "classification":
+    if entry.task == "density":
         raise ConfigError(f"data.name: {entry.name} has no classes, and the networks of the lab classify")
+    if data.block_length is not None and entry.task != "text":
+        raise ConfigError(f"data.block_length is for text, and {entry.name} is none")
     return replace(data, name=entry.name)
 
 
@@ -166,6 +172,14 @@ def _read_network(table: Mapping[str, Any]) -> NetworkConfig:
         raise ConfigError(f"network.name must be one of {', '.join(NETWORKS)}, got {name!r}")
     known = options_of(NETWORKS[name], skip=("input_shape", "classes"))
     return NetworkConfig(name, read_options(known, options, "network"))
+
+
+def _check_match(data: DataConfig, network: NetworkConfig) -> None:
+    """A network that reads text needs one, and a text needs such a network."""
+    if find_entry(data.name).task == "text" and network.name not in READ_TEXT:
+        raise ConfigError(f"network.name must be {' or '.join(READ_TEXT)} for text, got {network.name!r}")
+    if find_entry(data.name).task != "text" and network.name in READ_TEXT:
+        raise ConfigError(f"network.name: {network.name} reads text, and {data.name} is none")
 
 
 def load_toml(path: str | os.PathLike[str]) -> dict[str, Any]:

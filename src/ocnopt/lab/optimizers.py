@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ocnopt import OCNOpt
@@ -24,12 +24,20 @@ class MuonAdamW:
     """torch's Muon for matrices, AdamW for everything else, under one learning rate.
 
     Muon's steps are scaled to those of AdamW (``match_rms_adamw``), which is what makes one rate do for both.
+    ``tables`` are matrices that are no linear maps, embeddings that is: AdamW takes them as well.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float, weight_decay: float) -> None:
-        every = list(params)
-        matrices = [p for p in every if p.dim() == 2]
-        rest = [p for p in every if p.dim() != 2]
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        tables: Iterable[Tensor] = (),
+    ) -> None:
+        every, others = list(params), set(tables)
+        matrices = [p for p in every if p.dim() == 2 and p not in others]
+        rest = [p for p in every if p.dim() != 2 or p in others]
         self.parts: dict[str, Optimizer] = {}
         if matrices:
             self.parts["muon"] = torch.optim.Muon(
@@ -117,7 +125,8 @@ def _muon(
     momentum: Fraction = 0.95,
     weight_decay: NonNegative = 1e-2,
 ) -> MuonAdamW:
-    return MuonAdamW(model.parameters(), lr, momentum, weight_decay)
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    return MuonAdamW(model.parameters(), lr, momentum, weight_decay, tables)
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def find_recipe(path: str | os.PathLike[str]) -> Path:
 
 
 def list_recipes() -> list[Path]:
-    """The recipes that come along: one per row of Table I of the paper."""
+    """The recipes that come along: one per row of Table I of the paper, and transformers."""
     return next((sorted(folder.glob("*.toml")) for folder in _FOLDERS if folder.is_dir()), [])
 
 

@@ -203,24 +203,29 @@ def take_step(model: nn.Module, optimizer: AnyOptimizer, x: Tensor, y: Tensor) -
     if isinstance(optimizer, BatchOptimizer):  # E-MSA and DDP run the network themselves
         return optimizer.step(x, y)
     optimizer.zero_grad()
-    loss = cross_entropy(model(x), y)
+    loss = loss_of(model(x), y)
     loss.backward()
     optimizer.step()
     return loss.detach()
 
 
+def loss_of(output: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
+    """The cross entropy of logits ``[B, …, classes]`` over all samples, and over all places where there are several."""
+    return cross_entropy(output.flatten(0, -2), y.flatten(), reduction=reduction)
+
+
 @torch.no_grad()
 def evaluate(network: nn.Module, split: data.Split, world: World | None = None) -> tuple[float, float]:
-    """Mean loss and accuracy over a split, which the processes share."""
+    """Mean loss and accuracy over a split (of text: over its characters), which the processes share."""
     world = world or World()
     network.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=split.y.device)
     for rows in torch.arange(len(split), device=split.y.device).split(_EVALUATION)[world.rank :: world.size]:
         x, y = split.batch(rows)
         output = network(x)
-        sums[0] += cross_entropy(output, y, reduction="sum")
-        sums[1] += (output.argmax(dim=1) == y).sum()
-    loss, correct = (world.sum(sums) / len(split)).tolist()
+        sums[0] += loss_of(output, y, "sum")
+        sums[1] += (output.argmax(dim=-1) == y).sum()
+    loss, correct = (world.sum(sums) / split.y.numel()).tolist()
     return loss, correct
 
 

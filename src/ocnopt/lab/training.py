@@ -82,7 +82,7 @@ def rehearse(
 def load_data(config: DataConfig, data_dir: Folder | None = None, download: bool = False) -> data.Dataset:
     """The dataset of a configuration, with the parts and the sizes that it asks for."""
     place = None if data_dir is None else os.fspath(data_dir)
-    dataset = _load(config.name, place, download, config.split_seed)
+    dataset = _load(config.name, place, download, config.split_seed, config.block_length or data.BLOCK_LENGTH)
     dataset = dataset.limited(config.train_limit, config.test_limit)
     if not config.validation:
         return dataset
@@ -91,8 +91,8 @@ def load_data(config: DataConfig, data_dir: Folder | None = None, download: bool
 
 
 @lru_cache(maxsize=2)  # a worker trains on the same data again and again
-def _load(name: str, data_dir: str | None, download: bool, split_seed: int) -> data.Dataset:
-    return data.load(name, data_dir, download=download, split_seed=split_seed)
+def _load(name: str, data_dir: str | None, download: bool, split_seed: int, block_length: int) -> data.Dataset:
+    return data.load(name, data_dir, download=download, split_seed=split_seed, block_length=block_length)
 
 
 def _take_up(trainer: Trainer, state: dict[str, Any], folder: RunFolder) -> None:

@@ -10,7 +10,7 @@ from tests.lab.data import writers
 from ocnopt.lab.data import NAMES, check, check_all, list_datasets, registry
 
 
-def test_the_list_has_every_dataset_of_the_paper() -> None:
+def test_the_list_has_every_dataset_of_the_paper_and_a_text() -> None:
     rows = list_datasets()
     assert tuple(row.name for row in rows) == NAMES
     assert NAMES == (
@@ -27,6 +27,7 @@ def test_the_list_has_every_dataset_of_the_paper() -> None:
         "Circle",
         "Gas",
         "Miniboone",
+        "Genesis",
     )
 
 
@@ -114,5 +115,5 @@ def test_an_unknown_name_is_an_error() -> None:
 def test_check_all_has_a_row_for_each() -> None:
     rows = check_all()
     assert tuple(row.name for row in rows) == NAMES
-    assert [row.name for row in rows if row.status == "complete"] == ["WINE", "DIGITS", "Circle"]
+    assert [row.name for row in rows if row.status == "complete"] == ["WINE", "DIGITS", "Circle", "Genesis"]
     assert {row.status for row in rows} == {"complete", "missing"}

@@ -21,7 +21,9 @@ from ocnopt.lab.world import World, find_device, join
 
 Config = Annotated[str | None, typer.Argument(help="A TOML file, or the name of a recipe.", show_default=False)]
 Dataset = Annotated[str | None, typer.Option(help="See `ocnopt data list`.", show_default=False)]
-Network = Annotated[str | None, typer.Option(help="fcn, cnn, residual, resnet18 or inception.", show_default="fcn")]
+Network = Annotated[
+    str | None, typer.Option(help="fcn, cnn, residual, resnet18, inception, vit or gpt.", show_default="fcn")
+]
 Epochs = Annotated[int | None, typer.Option(min=1, help="Passes over the training data.", show_default=False)]
 BatchSize = Annotated[int | None, typer.Option(min=1, help="Samples per step, over all processes together.")]
 Set = Annotated[

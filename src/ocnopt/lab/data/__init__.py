@@ -1,4 +1,4 @@
-"""Every dataset of the paper, from its official files.
+"""Every dataset of the paper, from its official files, and a text.
 
 >>> from ocnopt.lab import data
 >>> digits = data.load("DIGITS")
@@ -26,10 +26,11 @@ from ocnopt.lab.data.errors import (
     MissingDataError,
     UnsafePickleError,
 )
-from ocnopt.lab.data.load import FetchRow, fetch, load
+from ocnopt.lab.data.load import BLOCK_LENGTH, FetchRow, fetch, load
 from ocnopt.lab.data.registry import NAMES, find_entry
 
 __all__ = [
+    "BLOCK_LENGTH",
     "NAMES",
     "Batch",
     "Batches",

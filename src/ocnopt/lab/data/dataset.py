@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ocnopt.lab.data.splits import stratified_indices
 
-Task = Literal["classification", "density"]
+Task = Literal["classification", "density", "text"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +70,8 @@ class Split:
     holds one per worker. ``values`` is what is stored, ``x`` what a network sees.
 
     Attributes:
-        values: ``[N, *input_shape]``, uint8 (images) or float32.
-        y: ``[N]`` int64 class numbers from 0; all 0 in a density task.
+        values: ``[N, *input_shape]``, uint8 (images), int64 (text) or float32.
+        y: ``[N]`` int64 class numbers from 0; all 0 in a density task. Text: ``[N, T]``, the characters that follow.
         lengths: ``[N]`` int64, how many of the ``T`` steps of each time series are real; the rest is padding.
         mask: ``[N, T, D]`` bool, where a time series has a value. Elsewhere ``x`` is 0, the training mean.
         normalisation: from ``values`` to ``x``; None when ``values`` are normalised already.
@@ -127,8 +127,8 @@ class Split:
         )
 
     def label_counts(self, classes: int) -> list[int]:
-        """How many samples each class has."""
-        return torch.bincount(self.y.cpu(), minlength=classes).tolist()
+        """How many samples (in text: characters) each class has."""
+        return torch.bincount(self.y.cpu().flatten(), minlength=classes).tolist()
 
     def _normalised(self, values: Tensor) -> Tensor:
         return values if self.normalisation is None else self.normalisation(values)
@@ -140,11 +140,12 @@ class Dataset:
 
     Attributes:
         name: as in the paper's tables, e.g. ``"CIFAR10"``.
-        task: ``"classification"``, or ``"density"`` (continuous normalizing flows; labels mean nothing).
+        task: ``"classification"``, ``"density"`` (continuous normalizing flows; labels mean nothing), or ``"text"``
+            (a class at every place of a sample: the character that follows).
         train, test, validation: the parts; most sets have no validation part of their own, see
             :meth:`with_validation`.
         classes: their names, in the order of the class numbers; empty for a density task.
-        input_shape: of one sample: ``(C, H, W)``, ``(features,)`` or ``(T, D)``.
+        input_shape: of one sample: ``(C, H, W)``, ``(features,)``, ``(T, D)``, or ``(T,)`` of text.
         subset: whether samples of the published set are left out.
         notes: what a reader of results should know, one sentence each.
         source: the folder the files came from, or the library that made the data.

@@ -11,10 +11,13 @@ from ocnopt.lab.data.dataset import Dataset
 from ocnopt.lab.data.download import download as download_file
 from ocnopt.lab.data.errors import DataFormatError, TransferError
 from ocnopt.lab.data.locate import Found, cache_dir, locate, missing
-from ocnopt.lab.data.readers import BUILT_IN, FROM_FILES
+from ocnopt.lab.data.readers import BUILT_IN, FROM_FILES, TEXTS
 from ocnopt.lab.data.registry import Entry, Remote, find_entry
 
 Folder = str | os.PathLike[str]
+
+#: characters in a sample of text, unless somebody asks for another number
+BLOCK_LENGTH = 64
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,10 @@ def load(
     *,
     download: bool = False,
     split_seed: int = 0,
+    block_length: int = BLOCK_LENGTH,
     progress: bool = True,
 ) -> Dataset:
-    """Load a dataset of the paper.
+    """Load a dataset.
 
     Files are searched in ``data_dir``, then in the folder named by the environment variable
     ``OCNOPT_DATA``, then in the user's cache; in each of them in a subfolder named after the dataset or in
@@ -49,6 +53,7 @@ def load(
         download: fetch the official files when none are found.
         split_seed: of the train/test split of WINE and DIGITS and of the samples of Circle; the other sets
             have a split of their own.
+        block_length: of a text: how many characters make a sample.
         progress: show a progress bar while downloading.
 
     Raises:
@@ -58,6 +63,8 @@ def load(
         DataFormatError: a file is damaged or not what it should be.
     """
     entry = find_entry(name)
+    if entry.task == "text":
+        return TEXTS[entry.name](block_length)
     if entry.built_in:
         return BUILT_IN[entry.name](split_seed)
     found = locate(entry, data_dir)

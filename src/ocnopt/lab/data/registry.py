@@ -64,7 +64,7 @@ class Entry:
 
     @property
     def built_in(self) -> bool:
-        """Made by a library or a formula: no files, nothing to fetch."""
+        """Made by a library or a formula, or comes along: no files to look for, nothing to fetch."""
         return not self.forms
 
 
@@ -365,6 +365,16 @@ _ENTRIES = (
         folders=("miniboone",),
         forms=(("data.npy",), ("train.npy", "val.npy", "test.npy"), ("data.tar.gz",)),
         remotes=_MAF,
+    ),
+    Entry(
+        name="Genesis",
+        title="the Book of Genesis in the King James Version, by characters",
+        task="text",
+        sizes=(2460, 307, 307),
+        input_shape=(64,),
+        classes=60,
+        licence="public domain",
+        homepage="https://packages.debian.org/bookworm/bible-kjv-text",
     ),
 )
 

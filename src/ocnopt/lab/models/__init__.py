@@ -1,4 +1,4 @@
-"""The networks of the paper's experiments (App. D), built from one seed.
+"""The networks of the paper's experiments (App. D) and two transformers, built from one seed.
 
 ``build`` is the only door: it draws the initial weights from its own random stream, so that every optimizer
 in a comparison starts from the same point, whatever ran before it. Where the paper leaves a size open, the
@@ -16,18 +16,25 @@ from torch import nn
 from ocnopt.lab.models.branching import InceptionBlock, ResidualBlock, inception, residual
 from ocnopt.lab.models.plain import cnn, fcn
 from ocnopt.lab.models.resnet import BasicBlock, resnet18
+from ocnopt.lab.models.transformer import Attention, TransformerBlock, gpt
+from ocnopt.lab.models.vit import vit
 
 __all__ = [
     "NETWORKS",
+    "READ_TEXT",
+    "Attention",
     "BasicBlock",
     "InceptionBlock",
     "ResidualBlock",
+    "TransformerBlock",
     "build",
     "cnn",
     "fcn",
+    "gpt",
     "inception",
     "residual",
     "resnet18",
+    "vit",
 ]
 
 NETWORKS: dict[str, Callable[..., nn.Sequential]] = {
@@ -36,10 +43,15 @@ NETWORKS: dict[str, Callable[..., nn.Sequential]] = {
     "residual": residual,
     "resnet18": resnet18,
     "inception": inception,
+    "vit": vit,
+    "gpt": gpt,
 }
 
-# What the paper sets by dataset: hidden widths "from 10 to 32", tanh "to better distinguish between
-# optimizers".
+#: networks whose samples are characters, and not numbers that mean how much of something there is
+READ_TEXT = frozenset({"gpt"})
+
+# What is set by dataset. In the paper: hidden widths "from 10 to 32", tanh "to better distinguish between optimizers".
+# Here: patches so small that 8×8 pixels are 16 of them.
 _BY_DATASET: dict[str, dict[str, dict[str, Any]]] = {
     "fcn": {
         "wine": {"width": 10, "activation": "tanh"},
@@ -47,6 +59,7 @@ _BY_DATASET: dict[str, dict[str, dict[str, Any]]] = {
         "mnist": {"width": 32, "activation": "relu"},
         "fmnist": {"width": 32, "activation": "relu"},
     },
+    "vit": {"digits": {"patch": 2}},
 }
 
 
@@ -61,9 +74,9 @@ def build(
 ) -> nn.Sequential:
     """A freshly initialised network; the same arguments always give the same weights.
 
-    ``input_shape`` is the shape of one sample, without the batch dimension. ``dataset`` sets what the paper
-    sets by dataset (the width and the activation of the FCN); ``options`` go to the network's own function
-    and win over it. The global random state is neither used nor moved.
+    ``input_shape`` is the shape of one sample, without the batch dimension. ``dataset`` sets what
+    depends on it (width and activation of the FCN, patches of the ViT); ``options`` go to the network's own
+    function and win over it. The global random state is neither used nor moved.
     """
     if name not in NETWORKS:
         raise ValueError(f"name must be one of {', '.join(NETWORKS)}; got {name!r}")
