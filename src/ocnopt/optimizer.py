@@ -212,8 +212,7 @@ class OCNOpt(Optimizer):
             return True
         if self._due is None:
             self._due = any(
-                p.curvature.needs_model and p.curvature.due(self.state.get(p.params[0], {}), p.group, p.inside)
-                for p in self._players()
+                p.curvature.due(self.state.get(p.params[0], {}), p.group, p.inside) for p in self._players()
             )
         return self._due
 
@@ -397,12 +396,10 @@ class OCNOpt(Optimizer):
         assert self._tape is not None
         if self.param_groups[0]["state"] == "accumulated":
             return None, "state='accumulated'"
-        why = this.fixed or placed.flow.why_fixed
-        if why is None and not placed.flow.checked:
+        if placed.flow.why_fixed is None and not placed.flow.checked:
             verify(placed.flow, self._tape, this)
-            why = placed.flow.fixed
-        if why is not None:
-            return None, why
+        if placed.flow.why_fixed is not None:
+            return None, placed.flow.why_fixed
         live = Live(placed.flow, placed.placement, placed.edges, self._tape, this)
         why = live.why_not(groups)
         return (live, None) if why is None else (None, why)

@@ -354,7 +354,7 @@ def test_feedback_is_off_by_default_where_there_is_a_block() -> None:
 
 
 def test_factors_every_few_steps_and_nothing_is_kept_in_between() -> None:
-    model = network(NeuralODE(Net()))
+    model = network(NeuralODE(Net())).append(nn.LayerNorm(2).double())  # which has no factors and never asks for calls
     opt, changed, kept = optimizer(model, refresh_every=4, factor_every=2), [], []
     layers = (model[0], model[2].field.one)
     for i in range(9):
@@ -369,7 +369,7 @@ def test_factors_every_few_steps_and_nothing_is_kept_in_between() -> None:
     assert outside == (True, False, True, False, True, False, True, False, True)
     assert inside == (True, False, False, False, True, False, False, False, True)
     assert tuple(kept) == outside
-    assert "adaptive" not in opt.summary()
+    assert [line.split()[0] for line in opt.summary().splitlines() if "adaptive" in line] == ["4.weight", "4.bias"]
 
 
 @pytest.mark.parametrize("gradient", ["adjoint", "discretize"])

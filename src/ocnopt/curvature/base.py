@@ -45,7 +45,7 @@ class Curvature(ABC):
 
         ``state`` is that of the player's first parameter. Where it does not, ``bucket.calls`` may have none.
         """
-        return True
+        return self.needs_model
 
     def ready(self, state: Mapping[str, Any]) -> bool:
         """Is there something to go on with, should the calls of a layer not be known at this step?"""
