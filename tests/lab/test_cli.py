@@ -15,6 +15,7 @@ import requests
 import typer
 import urllib3
 from rich.console import Console
+from tests.lab.data.writers import write_idx_set
 from typer.testing import CliRunner, Result
 
 from ocnopt.lab.cli import main, make_app, shared
@@ -352,6 +353,30 @@ def test_report_reads_runs_that_are_not_finished(ocnopt: Ocnopt) -> None:
     Path("empty").mkdir()
     assert "there is no run in empty" in ocnopt("report", "empty", code=1).stderr
     assert "there is no folder nowhere" in ocnopt("report", "nowhere", code=1).stderr
+
+
+def test_report_shows_how_far_it_is(ocnopt: Ocnopt, monkeypatch: pytest.MonkeyPatch) -> None:
+    ocnopt("train", *QUICK, "--out", "runs/a")
+    monkeypatch.setattr(shared, "progress_console", Console(stderr=True, force_terminal=True, width=80))
+    shown = ocnopt("report", "runs").stderr
+    assert "reading" in shown
+    assert "drawing" in shown
+    assert "100%" in shown
+
+
+def test_a_part_of_the_data_is_never_taken_for_the_whole(ocnopt: Ocnopt, here: Path) -> None:
+    write_idx_set(here / "files" / "mnist")
+    mnist = ("--dataset", "MNIST", "--data-dir", str(here / "files"), "--epochs", "1")
+    note = "20 train, 10 test instead of the 60,000 train, 10,000 test of the published set."
+    document = ocnopt.json("train", *mnist, "--out", "runs/a")
+    counts = {"train": 20, "validation": 0, "test": 10, "subset": True, "notes": [note]}
+    assert document["data"] == {**counts, "source": str(here / "files" / "mnist")}
+    assert RunFolder("runs/a").environment()["data"] == document["data"]
+    assert f"MNIST: {note}\n" in ocnopt("train", *mnist, "--out", "runs/b", "--seed", "1").stdout
+    assert note in ocnopt("report", "runs").stdout.replace("\n", " ").replace("  ", " ")
+    assert note in Path("report.html").read_text()
+    ocnopt("train", *QUICK, "--out", "wine")
+    assert "No official split" not in ocnopt("report", "wine").stdout  # a remark, and nothing left out
 
 
 # --- data ---

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from ocnopt.lab.config import RunConfig, read_run
 from ocnopt.lab.pool import Outcome, Setup, train_all
 from ocnopt.lab.runs import Record, RunFolder
-from ocnopt.lab.tables import Key, draw, make_row
+from ocnopt.lab.tables import Key, draw, make_row, with_validation
 
 
 def train_and_show(folders: Sequence[RunFolder], setup: Setup, workers: int, console: Console | None) -> list[Outcome]:
@@ -41,6 +41,7 @@ class Board:
         self._keys = {folder: Key.of(config.table()) for folder, config in configs.items()}
         self._runs = Counter(self._keys.values())
         self._finals: dict[Key, list[Record]] = {key: [] for key in self._runs}
+        self._epochs: dict[RunFolder, Record] = {}  # the last of each
         self._under_way: dict[RunFolder, tuple[int, int]] = {}
         self._bar = Progress(TextColumn("{task.description}"), BarColumn(40), TaskProgressColumn(), TimeElapsedColumn())
         self._task = self._bar.add_task("", total=len(configs))
@@ -53,11 +54,14 @@ class Board:
             self._under_way[folder] = record["step"], record["steps"]
         elif kind == "step":
             self._under_way[folder] = record["step"], self._under_way[folder][1]
+        elif kind == "epoch":
+            self._epochs[folder] = record
         elif kind in ("final", "error"):
             self._under_way.pop(folder, None)
             self._ended += 1
         if kind == "final":
-            self._finals[self._keys[folder]].append(record)
+            last = self._epochs.get(folder) or next(iter(folder.metrics("epoch")[-1:]), {})  # it may have ended before
+            self._finals[self._keys[folder]].append(with_validation(record, last))
             return f"{self._name(folder)}: {100 * record['test_accuracy']:.2f} %"
         return f"{self._name(folder)}: {record['message']}" if kind in ("error", "warning") else None
 

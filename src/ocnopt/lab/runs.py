@@ -2,7 +2,7 @@
 
 ==================== ==========================================================================================
 ``config.toml``      the complete configuration (:mod:`ocnopt.lab.config`); ``label`` names the line of a table
-``environment.json`` versions, device and threads that the run had
+``environment.json`` versions, device, threads and data that the run had
 ``metrics.jsonl``    one JSON object a line, appended and flushed
 ``checkpoint.pt``    model, optimizer, position in the data; replaced as a whole, loads with ``weights_only=True``
 ==================== ==========================================================================================
@@ -163,7 +163,7 @@ class RunFolder:
             raise RunError(f"{self.config_path} is no configuration of a run: {error}") from None
 
     def environment(self) -> dict[str, Any]:
-        """Versions, device and threads; empty for a run that has not begun."""
+        """Versions, device, threads and data; empty for a run that has not begun."""
         if not self.environment_path.is_file():
             return {}
         try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich import box
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from ocnopt.lab import toml
 from ocnopt.lab.runs import Record, RunFolder
@@ -26,10 +28,11 @@ class Key:
     epochs: int
     label: str
     lr: float
-    rest: str = field(repr=False)
+    notes: tuple[str, ...] = ()  #: what was left out of the data; empty where nothing was
+    rest: str = field(default="", repr=False)
 
     @classmethod
-    def of(cls, config: dict[str, Any]) -> Key:
+    def of(cls, config: dict[str, Any], notes: Iterable[str] = ()) -> Key:
         data, training = config["data"], config["training"]
         return cls(
             data["name"],
@@ -38,12 +41,14 @@ class Key:
             training["epochs"],
             config["label"],
             float(config["optimizer"]["lr"]),
+            tuple(notes),
             rest=toml.dumps({**config, "training": {**training, "seed": None}}),
         )
 
     @property
-    def heading(self) -> str:
-        return f"{self.dataset}, {self.network}, batch size {self.batch_size}, epochs: {self.epochs}"
+    def task(self) -> tuple[str, ...]:
+        """What the lines of a table have in common. Some optimizers may have had fewer epochs than others."""
+        return f"{self.dataset}, {self.network}, batch size {self.batch_size}", *self.notes
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ class Row:
     finished: int
     diverged: int
     test_accuracy: Spread | None
+    validation_accuracy: Spread | None
     train_loss: Spread | None
     seconds: Spread | None
 
@@ -87,45 +93,89 @@ class Row:
 
 
 def make_row(key: Key, runs: int, finals: list[Record]) -> Row:
+    """From the ``final`` records, with the accuracy on the validation samples where there were some."""
+
     def spread(name: str) -> Spread | None:
-        return Spread.of(final[name] for final in finals)
+        return Spread.of(final.get(name) for final in finals)
 
     diverged = sum(bool(final["diverged"]) for final in finals)
-    return Row(key, runs, len(finals), diverged, spread("test_accuracy"), spread("train_loss"), spread("seconds"))
+    accuracies = spread("test_accuracy"), spread("validation_accuracy")
+    return Row(key, runs, len(finals), diverged, *accuracies, spread("train_loss"), spread("seconds"))
 
 
 def summarise(folders: Iterable[RunFolder]) -> list[Row]:
     """One row for all runs that differ in their seeds only, in the order of the first."""
     finals: dict[Key, list[Record | None]] = {}
     for folder in folders:
-        finals.setdefault(Key.of(folder.config()), []).append(folder.final())
+        finals.setdefault(Key.of(folder.config(), data_notes(folder)), []).append(_final(folder))
     return [make_row(key, len(each), [f for f in each if f is not None]) for key, each in finals.items()]
 
 
-def draw(rows: Iterable[Row]) -> RenderableType:
-    """Tables for the terminal, one for each dataset, network and length; they fit into 80 columns."""
-    tables: dict[str, Table] = {}
+def data_notes(folder: RunFolder) -> list[str]:
+    """What a reader of the results must know of the data of a run, where it was not the whole of it."""
+    data = folder.environment().get("data", {})
+    return list(data["notes"]) if data.get("subset") else []
+
+
+def _final(folder: RunFolder) -> Record | None:
+    final, epochs = folder.final(), folder.metrics("epoch")
+    return None if final is None else with_validation(final, epochs[-1] if epochs else {})
+
+
+def with_validation(final: Record, last_epoch: Record) -> Record:
+    return {**final, "validation_accuracy": last_epoch.get("validation_accuracy")}
+
+
+def chosen(rows: Sequence[Row]) -> set[Key]:
+    """Of the lines of one optimizer on one task the one with the best validation accuracy, where that is known."""
+    groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        heading = row.key.heading
-        if heading not in tables:
-            tables[heading] = _empty_table(heading)
-        tables[heading].add_row(*_cells(row))
-    return Group(*tables.values())
+        groups.setdefault((row.key.task, row.key.label, row.key.epochs), []).append(row)
+    searched = [group for group in groups.values() if len(group) > 1 and any(row.validation_accuracy for row in group)]
+    return {max(group, key=lambda row: (_mean(row.validation_accuracy), -row.key.lr)).key for group in searched}
 
 
-def _empty_table(title: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+def _mean(spread: Spread | None) -> float:
+    return -math.inf if spread is None else spread.mean
+
+
+def draw(rows: Iterable[Row]) -> RenderableType:
+    """Tables for the terminal, one for each dataset and network, the best line in bold; they fit into 80 columns."""
+    tasks: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        tasks.setdefault(row.key.task, []).append(row)
+    return Group(*(part for task, members in tasks.items() for part in _draw_task(task, members)))
+
+
+def _draw_task(task: tuple[str, ...], rows: Sequence[Row]) -> list[RenderableType]:
+    heading, *notes = task
+    epochs = max(row.key.epochs for row in rows)
+    table = Table(title=f"{heading}, epochs: {epochs}", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("optimizer")
-    for heading in ("lr", "accuracy %", "train loss", "seconds", "runs"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
+    for title in ("lr", "accuracy %", "train loss", "seconds", "runs"):
+        table.add_column(title, justify="right", no_wrap=True)
+    marked = chosen(rows)
+    searched = {(key.label, key.epochs) for key in marked}
+    competing = [row for row in rows if row.key in marked or (row.key.label, row.key.epochs) not in searched]
+    best = max(_mean(row.test_accuracy) for row in competing)
+    for row in rows:
+        leads = row in competing and _mean(row.test_accuracy) == best > -math.inf
+        table.add_row(*_cells(row, epochs, chosen=row.key in marked), style="bold" if leads else None)
+    if marked:
+        notes = ["* the best validation accuracy of this optimizer; shown is the test accuracy", *notes]
+    return [table, *(Text(note) for note in notes)]
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Row, epochs: int, *, chosen: bool) -> list[str]:
     accuracy = row.test_accuracy.show(2, scale=100) if row.test_accuracy else "–"
     loss = row.train_loss.show(3) if row.train_loss else "–"
     if row.diverged:
         loss = "diverged" if row.diverged == row.finished else f"{row.diverged} of {row.finished} diverged"
     seconds = f"{row.seconds.mean:.1f}" if row.seconds else "–"
     runs = f"{row.finished}" if row.finished == row.runs else f"{row.finished} of {row.runs}"
-    return [escape(row.key.label), f"{row.key.lr:g}", accuracy, loss, seconds, runs]
+    label = row.key.label if row.key.epochs == epochs else f"{row.key.label} ({_epochs(row.key.epochs)})"
+    return [escape(label), f"{row.key.lr:g}{' *' if chosen else ''}", accuracy, loss, seconds, runs]
+
+
+def _epochs(count: int) -> str:
+    return "1 epoch" if count == 1 else f"{count} epochs"

@@ -65,7 +65,8 @@ def train(
             if state is not None:
                 _take_up(trainer, state, folder)
             if world.is_main:
-                _note_environment(folder, describe_environment(device, world))
+                now = {**describe_environment(device, world), "data": describe_data(dataset)}
+                _note_environment(folder, now)
                 if listen is not None:
                     listen({"kind": "begin", "step": trainer.step, "steps": trainer.steps})
             with _deterministic():
@@ -95,13 +96,6 @@ def _load(name: str, data_dir: str | None, download: bool, split_seed: int, bloc
     return data.load(name, data_dir, download=download, split_seed=split_seed, block_length=block_length)
 
 
-def _take_up(trainer: Trainer, state: dict[str, Any], folder: RunFolder) -> None:
-    try:
-        trainer.load_state_dict(state)
-    except ValueError as error:  # it trained on other data, most likely
-        raise RunError(f"{folder.path} cannot be continued here: {error}") from None
-
-
 @contextmanager
 def _deterministic() -> Iterator[None]:
     """The same numbers in every run. Not ``cudnn.flags``: its defaults switch cuDNN itself off."""
@@ -111,6 +105,26 @@ def _deterministic() -> Iterator[None]:
         yield
     finally:
         torch.backends.cudnn.deterministic = before
+
+
+def describe_data(dataset: data.Dataset) -> Record:
+    """What a reader of results must know of the samples: how many there were, and whether these are all."""
+    validation = 0 if dataset.validation is None else len(dataset.validation)
+    return {
+        "train": len(dataset.train),
+        "validation": validation,
+        "test": len(dataset.test),
+        "subset": dataset.subset,
+        "notes": list(dataset.notes),
+        "source": dataset.source,
+    }
+
+
+def _take_up(trainer: Trainer, state: dict[str, Any], folder: RunFolder) -> None:
+    try:
+        trainer.load_state_dict(state)
+    except ValueError as error:  # it trained on other data, most likely
+        raise RunError(f"{folder.path} cannot be continued here: {error}") from None
 
 
 class RunJournal:

@@ -23,6 +23,7 @@ def write_run(
     optimizer: str | None = None,
     lr: float = 0.1,
     seed: int = 0,
+    epochs: int = 20,
     accuracy: float | None = 0.9,
     options: Mapping[str, Any] | None = None,
     data: Mapping[str, Any] | None = None,
@@ -40,7 +41,7 @@ def write_run(
         "data": {"name": "DIGITS", "batch_size": 32, **(data or {})},
         "network": {"name": "fcn", "width": 32},
         "optimizer": {"name": optimizer or label.lower(), "lr": lr, **(options or {})},
-        "training": {"epochs": 20, "seed": seed},
+        "training": {"epochs": epochs, "seed": seed},
     }
     folder = RunFolder.create(path, config)
     folder.write_environment(environment or {"torch": "2.13.0", "command": ["ocnopt", "train", "a b.toml"]})

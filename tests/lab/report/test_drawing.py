@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.lab.report.folders import NAN, write_run
+from tests.lab.report.folders import NAN, of_class, report, text, write_run
 
 from ocnopt.lab.report.chart import spread_out
 from ocnopt.lab.report.curves import RESOLUTION, loss_curve
+from ocnopt.lab.report.curves import test_curve as curve_of_tests
 from ocnopt.lab.report.reading import load
 from ocnopt.lab.report.scales import Scale, domain, linear_ticks, log_ticks, tick_text
 from ocnopt.lab.report.text import brief, significant, wrapped
@@ -124,5 +126,31 @@ def test_many_steps_are_averaged_evenly(tmp_path: Path) -> None:
     count = 10 * RESOLUTION
     write_run(tmp_path / "a", losses=[float(i) for i in range(1, count + 1)])
     curve = loss_curve([load(RunFolder(tmp_path / "a"))], "step")
-    assert curve.mean == pytest.approx([5.5 + 10 * i for i in range(RESOLUTION)])
-    assert curve.x == pytest.approx([10 * value for value in curve.mean])
+    bins = [5.5 + 10 * i for i in range(RESOLUTION)]
+    assert curve.x == pytest.approx([10 * value for value in bins])
+    width = RESOLUTION // 8
+    assert curve.mean == pytest.approx([statistics.mean(bins[max(0, i + 1 - width) : i + 1]) for i in range(len(bins))])
+
+
+def test_the_noise_of_single_batches_is_smoothed_and_a_test_accuracy_is_not(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", losses=[1.0, 3.0] * 16, accuracy=0.5)
+    run = load(RunFolder(tmp_path / "a"))
+    losses = loss_curve([run], "step").mean
+    assert losses[0] == 1
+    assert losses[3:] == (2.0,) * 29  # a window of four
+    assert curve_of_tests([run], "accuracy", "step").mean == pytest.approx([0.5 * i / 32 for i in range(2, 33, 2)])
+
+
+def test_no_deviation_reaches_beyond_what_an_accuracy_can_be(tmp_path: Path) -> None:
+    """98 ± 3 % is drawn up to 100 %, where the scale ends, with its dot at 98 %."""
+    for seed, accuracy in enumerate((0.95, 0.99, 1.0)):
+        write_run(tmp_path / "runs" / f"a{seed}", seed=seed, accuracy=accuracy)
+        write_run(tmp_path / "runs" / f"b{seed}", label="SGDm", seed=seed, accuracy=0.9)
+    root = report(tmp_path / "runs")
+    first, _ = of_class(root, "whisker")
+    left, right = (float(x) for x in of_class(first, "range")[0].get("d", "")[1:].split(" 8H"))
+    scale = Scale(0.9, 1.0, 4, 96)
+    assert (left, right) == pytest.approx((scale(0.98 - 0.0264575), 96), abs=0.06)
+    assert float(next(first.iter("circle")).get("cx", "")) == pytest.approx(scale(0.98), abs=0.06)
+    ticks = [text(tick) for tick in of_class(root, "end")]
+    assert max(float(tick.removesuffix(" %")) for tick in ticks if tick.endswith(" %")) == 100

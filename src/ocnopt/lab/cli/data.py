@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from ocnopt.lab import data
@@ -91,9 +90,7 @@ def check_command(names: Names = None, data_dir: shared.DataDir = None, json_out
     with shared.plain_errors():
         _refuse_unknown(names or [])
         wanted = names or list(data.NAMES)
-        quiet = json_output or not shared.progress_console.is_terminal
-        steps = track(wanted, "checking", console=shared.progress_console, transient=True, disable=quiet)
-        rows = [data.check(name, data_dir) for name in steps]
+        rows = [data.check(name, data_dir) for name in shared.track(wanted, "checking", quiet=json_output)]
     if json_output:
         shared.print_json([asdict(row) for row in rows])
     else:

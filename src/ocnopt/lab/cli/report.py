@@ -34,8 +34,8 @@ def command(
 
     with shared.plain_errors():
         folders = shared.require_runs(runs)
-        rows = summarise(folders)
-        write_report(folders, out)
+        rows = summarise(shared.track(folders, "reading", quiet=json_output))
+        write_report(folders, out, watch=lambda found: shared.track(found, "drawing", quiet=json_output))
     if json_output:
         paths = [str(folder.path) for folder in folders]
         shared.print_json({"rows": [row.as_json() for row in rows], "runs": paths, "report": str(out)})

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import track as track_items
 
 from ocnopt.lab.comparison import slug
 from ocnopt.lab.data import DataError
 from ocnopt.lab.runs import RunError, RunFolder, find_runs, finite
 from ocnopt.lab.schema import ConfigError
+
+T = TypeVar("T")
 
 Seed = Annotated[int, typer.Option(min=0, help="Seed of the initial weights and of the order of the samples.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
@@ -55,6 +58,12 @@ def plain_errors() -> Iterator[None]:
         fail(str(error), code=1)
     except KeyboardInterrupt:
         fail("stopped", code=130)
+
+
+def track(items: Sequence[T], what: str, *, quiet: bool = False) -> Iterable[T]:
+    """Hand them on one by one, with a progress bar where there is a terminal to show it."""
+    hidden = quiet or not progress_console.is_terminal
+    return track_items(items, what, console=progress_console, transient=True, disable=hidden)
 
 
 def fail(message: str, code: int) -> None:

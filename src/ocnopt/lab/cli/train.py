@@ -16,6 +16,7 @@ from ocnopt.lab.config import RunConfig, read_run
 from ocnopt.lab.runs import Record, RunFolder
 from ocnopt.lab.schema import ConfigError
 from ocnopt.lab.settings import Settings
+from ocnopt.lab.tables import data_notes
 from ocnopt.lab.training import Listener, rehearse, train
 from ocnopt.lab.world import World, find_device, join
 
@@ -158,11 +159,14 @@ def _number(value: float | None) -> str:
 
 def _print(folder: RunFolder, run: RunConfig, final: Record, json_output: bool) -> None:
     if json_output:
-        shared.print_json({"run": folder.path, "config": run.table(), "final": final})
+        data = folder.environment().get("data")
+        shared.print_json({"run": folder.path, "config": run.table(), "data": data, "final": final})
         return
     typer.echo(
         f"{run.data.name}, {run.network.name}, {run.label}, lr {run.optimizer.lr:g}, seed {run.training.seed}: "
         f"test accuracy {100 * final['test_accuracy']:.2f} %, train loss {_number(final['train_loss'])}, "
         f"{final['seconds']:.1f} s of training{' (diverged)' if final['diverged'] else ''}"
     )
+    for note in data_notes(folder):
+        typer.echo(f"{run.data.name}: {note}")
     typer.echo(f"The run is in {folder.path}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from ocnopt.lab.report.page import page
@@ -12,13 +12,20 @@ from ocnopt.lab.runs import RunFolder, replace_file
 __all__ = ["write_report"]
 
 
-def write_report(runs: Sequence[Path | RunFolder], out: Path, *, title: str = "OCNOpt: comparison of runs") -> Path:
+def write_report(
+    runs: Sequence[Path | RunFolder],
+    out: Path,
+    *,
+    title: str = "OCNOpt: comparison of runs",
+    watch: Callable[[list[RunFolder]], Iterable[RunFolder]] = iter,
+) -> Path:
     """Compare runs in one self-contained page.
 
     Args:
         runs: run folders; unfinished ones may be among them, and a folder that is named twice counts once.
         out: the file to write; folders on the way to it are made.
         title: heading of the page.
+        watch: hands on the folders while they are read, one by one: a place for a progress bar.
 
     Returns:
         ``out``.
@@ -30,7 +37,7 @@ def write_report(runs: Sequence[Path | RunFolder], out: Path, *, title: str = "O
     folders = {folder.path.resolve(): folder for folder in map(_folder, runs)}
     if not folders:
         raise ValueError("runs must name at least one run folder")
-    content = page([load(folder) for folder in folders.values()], title)
+    content = page([load(folder) for folder in watch(list(folders.values()))], title)
     out.parent.mkdir(parents=True, exist_ok=True)
     replace_file(out, content.encode("utf-8"))
     return out

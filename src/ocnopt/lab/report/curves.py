@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ocnopt.lab.report.grouping import Measure
@@ -14,6 +14,9 @@ Against = Literal["step", "seconds"]
 
 #: Points of a curve. Of more, neighbours are averaged: the loss of a single batch is mostly noise.
 RESOLUTION = 48
+
+#: The part of a run over which its losses are averaged, from each step backwards.
+WINDOW = 1 / 8
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,9 @@ class Sample:
 
 
 def loss_curve(runs: Sequence[Run], against: Against) -> Curve:
-    """The loss of each step."""
+    """The loss of each step, as a running mean over the losses before it."""
     samples = [[Sample(p.step, p.seconds, p.loss) for p in run.points] for run in runs]
-    return _curve(samples, against, [run.diverged for run in runs])
+    return _curve(samples, against, [run.diverged for run in runs], WINDOW)
 
 
 def test_curve(runs: Sequence[Run], measure: Measure, against: Against) -> Curve:
@@ -50,11 +53,12 @@ def test_curve(runs: Sequence[Run], measure: Measure, against: Against) -> Curve
     return _curve(samples, against, [False] * len(runs))
 
 
-def _curve(runs: Sequence[Sequence[Sample]], against: Against, lost: Sequence[bool]) -> Curve:
+def _curve(runs: Sequence[Sequence[Sample]], against: Against, lost: Sequence[bool], window: float = 0.0) -> Curve:
     # A step that gave no number leaves a gap: the run may have recovered.
     finite = [[sample for sample in run if _drawable(sample, against)] for run in runs]
     bin_of = _bins([sample.step for run in finite for sample in run])
-    binned = [_averaged(run, bin_of) for run in finite]
+    width = max(1, round(window * len(set(bin_of.values()))))
+    binned = [_running_mean(_averaged(run, bin_of), width) for run in finite]
     columns: dict[int, list[Sample]] = {}
     for run in binned:
         for index, sample in run.items():
@@ -83,6 +87,14 @@ def _averaged(run: Sequence[Sample], bin_of: Mapping[float, int]) -> dict[int, S
     return {
         index: Sample(_mean(m.step for m in bin), _mean(m.seconds for m in bin), _mean(m.value for m in bin))
         for index, bin in members.items()
+    }
+
+
+def _running_mean(run: Mapping[int, Sample], width: int) -> dict[int, Sample]:
+    """Over this bin and those before it, ``width`` in all."""
+    return {
+        index: replace(sample, value=_mean(run[i].value for i in range(index - width + 1, index + 1) if i in run))
+        for index, sample in run.items()
     }
 
 

@@ -11,7 +11,7 @@ from ocnopt.lab.report.curves import Against, Curve, loss_curve, test_curve
 from ocnopt.lab.report.grouping import HIGHER_IS_BETTER, Cell, Entry, Measure, Task, score
 from ocnopt.lab.report.markup import Markup
 from ocnopt.lab.report.scales import domain
-from ocnopt.lab.report.summary import NAMES, value_text
+from ocnopt.lab.report.summary import BOUNDS, NAMES, value_text
 from ocnopt.lab.report.text import rate, significant
 
 #: A run that blows up would flatten all others: losses above this multiple of the first ones are not shown.
@@ -35,7 +35,9 @@ def figures(task: Task, ids: Ids) -> list[Markup]:
     return [chart for chart in (*charts, _rates(task, ids)) if chart is not None]
 
 
-def _score_axis(measure: Measure, bounds: tuple[float, float] | None = None) -> Axis:
+def _score_axis(measure: Measure, bounds: tuple[float, float]) -> Axis:
+    low, high = BOUNDS.get(measure, bounds)
+    bounds = max(bounds[0], low), min(bounds[1], high)
     if measure in HIGHER_IS_BETTER:
         return Axis(NAMES[measure], text=lambda value: f"{100 * value:.4g} %", bounds=bounds)
     return Axis(NAMES[measure], bounds=bounds)
@@ -47,7 +49,8 @@ def _rates(task: Task, ids: Ids) -> Markup | None:
     if len(task.rates) < 2 or not series:
         return None
     title = f"{NAMES[task.measure].capitalize()} against learning rate"
-    return line_chart(title, Axis("learning rate", log=True), _score_axis(task.measure), series, ids, "rates")
+    bounds = domain([value for line in series for value in line.extent()[1]], log=False, margin=0.05)
+    return line_chart(title, Axis("learning rate", log=True), _score_axis(task.measure, bounds), series, ids, "rates")
 
 
 def _rate_series(entry: Entry, measure: Measure) -> Series:

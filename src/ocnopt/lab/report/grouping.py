@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeVar
@@ -14,10 +15,11 @@ from ocnopt.lab.report.settings import Settings, differing, distinguish, flatten
 Measure = Literal["accuracy", "test_loss", "train_loss", "validation_accuracy", "validation_loss"]
 HIGHER_IS_BETTER: frozenset[Measure] = frozenset({"accuracy", "validation_accuracy"})
 
-#: Runs of one task may differ in these.
-FREE = frozenset({"label", "training.seed", "training.log_every", "training.checkpoint_every"})
+#: Runs of one task may differ in these. Who takes long for a step may have had fewer epochs: the table says so.
+FREE = frozenset({"label", "training.seed", "training.epochs", "training.log_every", "training.checkpoint_every"})
 
 Key = TypeVar("Key")
+TaskKey = tuple[str, Settings]
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,10 @@ class Entry:
     method: Method
     cells: tuple[Cell, ...]
 
+    @property
+    def epochs(self) -> str:
+        return self.cells[0].runs[0].epochs
+
     @cached_property
     def best(self) -> Cell:
         return max(self.cells, key=lambda cell: cell.order)
@@ -148,6 +154,23 @@ class Task:
     criterion: Measure
     entries: tuple[Entry, ...]  # best first
 
+    @cached_property
+    def runs(self) -> list[Run]:
+        return [run for entry in self.entries for cell in entry.cells for run in cell.runs]
+
+    @property
+    def epochs(self) -> str:
+        """Those of most runs."""
+        return Counter(run.epochs for run in self.runs).most_common(1)[0][0]
+
+    @property
+    def samples(self) -> str | None:
+        return next((run.samples for run in self.runs if run.samples), None)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return next((run.notes for run in self.runs if run.notes), ())
+
     @property
     def rates(self) -> list[float]:
         return sorted({lr for entry in self.entries for lr in entry.by_rate})
@@ -157,19 +180,47 @@ def group_runs(runs: Sequence[Run]) -> list[Task]:
     """Tasks in the order in which the runs name them, in each the best method first."""
     # OCNOpt, which the page is about, gets the first colours.
     ordered = sorted(runs, key=lambda run: run.optimizer != "ocnopt")
-    methods = {label: Method(i, label) for i, label in enumerate(dict.fromkeys(run.label for run in ordered))}
-    tasks = _grouped(runs, _task_key)
-    return [_task(name, members, methods) for name, members in zip(distinguish([*tasks]), tasks.values(), strict=True)]
+    tasks = _tasks(runs)
+    names = _method_names(tasks.values())
+    methods = {name: Method(i, name) for i, name in enumerate(dict.fromkeys(names[run] for run in ordered))}
+    return [
+        _task(label, _grouped(members, lambda run: methods[names[run]]))
+        for label, members in zip(distinguish([*tasks]), tasks.values(), strict=True)
+    ]
 
 
-def _task(name: str, runs: Sequence[Run], methods: Mapping[str, Method]) -> Task:
+def _tasks(runs: Sequence[Run]) -> dict[TaskKey, list[Run]]:
+    """Runs on different samples do not compare. One that has not begun belongs to those that it was made with."""
+    tasks: dict[TaskKey, list[Run]] = {}
+    for (name, settings), members in _grouped(runs, _task_key).items():
+        by_samples = _grouped(members, lambda run: run.samples)
+        waiting = by_samples.pop(None, [])
+        if waiting:
+            by_samples.setdefault(next(iter(by_samples), None), []).extend(waiting)
+        for samples, same in by_samples.items():
+            tasks[name, (*settings, ("data.samples", samples or "unknown"))] = same
+    return tasks
+
+
+def _method_names(tasks: Iterable[Sequence[Run]]) -> dict[Run, str]:
+    """The label, and the number of epochs where a task has the same label with several."""
+    names = {}
+    for runs in tasks:
+        lengths = {label: {run.epochs for run in same} for label, same in _grouped(runs, lambda run: run.label).items()}
+        for run in runs:
+            names[run] = run.label if len(lengths[run.label]) == 1 else f"{run.label}, {run.epochs} epochs"
+    return names
+
+
+def _task(label: str, by_method: Mapping[Method, Sequence[Run]]) -> Task:
+    runs = [run for members in by_method.values() for run in members]
     measure = _measure(runs)
     criterion = _criterion(runs, measure)
     entries = []
-    for label, members in _grouped(runs, lambda run: run.label).items():
+    for method, members in by_method.items():
         cells = [Cell(key, tuple(same), measure, criterion) for key, same in _grouped(members, _cell_key).items()]
-        entries.append(Entry(methods[label], tuple(cells)))
-    return Task(name, measure, criterion, tuple(sorted(entries, key=Entry.merit, reverse=True)))
+        entries.append(Entry(method, tuple(cells)))
+    return Task(label, measure, criterion, tuple(sorted(entries, key=Entry.merit, reverse=True)))
 
 
 def _measure(runs: Sequence[Run]) -> Measure:
@@ -185,7 +236,7 @@ def _criterion(runs: Sequence[Run], measure: Measure) -> Measure:
     return by_validation if ended and all(math.isfinite(getattr(run, by_validation)) for run in ended) else measure
 
 
-def _task_key(run: Run) -> tuple[str, Settings]:
+def _task_key(run: Run) -> TaskKey:
     settings = [(k, v) for k, v in flatten(run.config) if k not in FREE and not k.startswith("optimizer.")]
     return f"{run.dataset} · {run.network}", tuple(sorted(settings))
 

@@ -85,10 +85,18 @@ def _summary(tasks: Sequence[Task]) -> Markup:
 def _how_to_read(tasks: Sequence[Task]) -> str:
     criteria = " or ".join(dict.fromkeys(f"mean {NAMES[task.criterion]}" for task in tasks))
     return (
-        f"Each optimizer at the learning rate with the best {criteria}; the best result in bold. "
+        f"Each optimizer at the learning rate with the best {criteria}; the best result in bold.{_caution(tasks)} "
         "The deviation is the sample deviation over seeds. Runs that diverged count with the accuracy they ended with, "
         "0 where they have none; unfinished runs do not count. Time per step is a median, evaluations left out."
     )
+
+
+def _caution(tasks: Sequence[Task]) -> str:
+    """By what a learning rate was chosen, where there was a choice."""
+    searched = [task for task in tasks if any(len(entry.cells) > 1 for entry in task.entries)]
+    if any(task.criterion == task.measure for task in searched):
+        return " That is the very result which is shown: whoever tried more settings has an advantage."
+    return " The choice was made on samples held out of the training set, and not by what is shown." if searched else ""
 
 
 def _task(task: Task, number: int, ids: Ids) -> Markup:
@@ -96,11 +104,13 @@ def _task(task: Task, number: int, ids: Ids) -> Markup:
     numbers = element("details", element("summary", "Numbers for each learning rate"), rates_table(task))
     about = (
         "Lines are means over seeds, bands reach from the worst to the best seed, a cross marks a run that diverged. "
+        "Training losses are running means over an eighth of the run: that of a single batch is mostly noise. "
         "Curves are those of the learning rate in the table."
     )
     return element(
         "section",
         element("h2", task.label, id=f"task{number}"),
+        element("p", f"{task.samples} samples. {' '.join(task.notes)}", class_="note") if task.samples else None,
         element("p", about if drawn else "These runs have recorded nothing yet.", class_="note"),
         element("div", drawn, class_="charts"),
         numbers if len(task.rates) > 1 else None,

@@ -18,7 +18,7 @@ WRITTEN_OUT = 8
 
 def provenance(runs: Sequence[Run]) -> Markup:
     commands = list(dict.fromkeys(_command(run) for run in runs if run.environment.get("command")))
-    environments = [{k: v for k, v in run.environment.items() if k != "command"} for run in runs]
+    environments = [{k: v for k, v in run.environment.items() if k not in ("command", "data")} for run in runs]
     missing = sum(not run.environment for run in runs)
     settings = _table([run.config for run in runs], "Settings")
     return element(

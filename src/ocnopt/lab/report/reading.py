@@ -60,9 +60,9 @@ class Final:
     diverged: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
-    """One run folder."""
+    """One run folder; equal to itself alone."""
 
     name: str
     config: Mapping[str, Any]
@@ -104,6 +104,27 @@ class Run:
 
     def _setting(self, table: str, key: str) -> str:
         return str(self._table(table).get(key, "unknown"))
+
+    @property
+    def epochs(self) -> str:
+        return self._setting("training", "epochs")
+
+    @property
+    def samples(self) -> str | None:
+        """``142 train, 36 test``; ``None`` for a run that has not begun."""
+        data = self._data
+        parts = [f"{data[part]:,} {part}" for part in ("train", "validation", "test") if data.get(part)]
+        return ", ".join(parts) or None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was left out of the published data."""
+        return tuple(map(str, self._data["notes"])) if self._data.get("subset") else ()
+
+    @property
+    def _data(self) -> Mapping[str, Any]:
+        data = self.environment.get("data")
+        return data if isinstance(data, Mapping) else {}
 
     @property
     def finished(self) -> bool:

@@ -21,6 +21,9 @@ NAMES: dict[Measure, str] = {
     "validation_loss": "validation loss",
 }
 
+#: No share of samples lies outside, however large the deviation.
+BOUNDS: dict[Measure, tuple[float, float]] = dict.fromkeys(HIGHER_IS_BETTER, (0.0, 1.0))
+
 
 def value_text(value: float, measure: Measure) -> str:
     return percent(value) if measure in HIGHER_IS_BETTER else significant(value)
@@ -42,11 +45,12 @@ def summary_table(tasks: Sequence[Task]) -> Markup:
     """
     measures = {task.measure for task in tasks}
     result = NAMES[next(iter(measures))].capitalize() if len(measures) == 1 else "Result"
+    searched = ["of so many tried"] if any(len(entry.cells) > 1 for task in tasks for entry in task.entries) else []
     head = element(
         "tr",
         column("Optimizer"),
         column(result, "mean ± deviation", colspan=2),
-        column("Learning rate", class_="number"),
+        column("Learning rate", *searched, class_="number"),
         column("Seeds", class_="number"),
         column("Diverged", "all learning rates", class_="number"),
         column("Time per step", "milliseconds", class_="number"),
@@ -74,7 +78,9 @@ def fact(label: str, *children: Child, class_: str = "number") -> Markup:
 
 def _body(task: Task) -> Markup:
     direction = "" if task.measure in HIGHER_IS_BETTER else f" ({NAMES[task.measure]}, lower is better)"
-    title = element("th", task.label, direction, colspan=7, scope="rowgroup", role="rowheader")
+    data = element("small", f"{task.samples} samples") if task.samples else None
+    notes = [element("small", note, class_="lost") for note in task.notes]
+    title = element("th", task.label, direction, data, notes, colspan=7, scope="rowgroup", role="rowheader")
     best = max((entry.merit() for entry in task.entries), default=-math.inf)
     rows = [_row(entry, task, leads=entry.merit() == best > -math.inf) for entry in task.entries]
     return element("tbody", element("tr", title, class_="task", role="row"), rows, role="rowgroup")
@@ -84,19 +90,25 @@ def _row(entry: Entry, task: Task, *, leads: bool) -> Markup:
     cell = entry.best
     shown = score_text(cell) if cell.score.values else MISSING
     choice = element("small", entry.choice) if entry.choice else None
+    shorter = element("small", f"{_epochs(entry)} instead of {task.epochs}") if entry.epochs != task.epochs else None
+    tried = element("small", f"of {len(entry.cells)}") if any(len(e.cells) > 1 for e in task.entries) else None
     waiting = element("small", f"{cell.unfinished} unfinished") if cell.unfinished else None
     lost = f"{entry.diverged} of {entry.total}"
     return element(
         "tr",
-        method_head(entry, choice),
+        method_head(entry, choice, shorter),
         element("td", element("strong", shown) if leads else shown, class_="score", role="cell"),
         element("td", _whisker(entry, task), class_="whisker", aria_hidden="true"),
-        fact("rate", rate(cell.lr)),
+        fact("rate", rate(cell.lr), tried),
         fact("seeds", str(cell.seeds), waiting),
         fact("diverged", lost, class_="number lost" if entry.diverged else "number"),
         fact("ms/step", milliseconds(cell.seconds_per_step)),
         role="row",
     )
+
+
+def _epochs(entry: Entry) -> str:
+    return f"{entry.epochs} epoch{'' if entry.epochs == '1' else 's'}"
 
 
 def method_head(entry: Entry, *notes: Child) -> Markup:
@@ -117,11 +129,12 @@ def _whisker(entry: Entry, task: Task) -> Markup | None:
         return None
     scale = Scale(low, high, 4, 96)
     left, right = (scale(end) for end in _interval(entry.best))
+    middle = scale(entry.best.score.mean)
     return element(
         "svg",
         element("path", d="M0 8h100", class_="grid"),
         element("path", d=f"M{left:.1f} 8H{right:.1f}", class_="range"),
-        element("circle", cx=(left + right) / 2, cy=8, r=3.5),
+        element("circle", cx=middle, cy=8, r=3.5),
         viewBox="0 0 100 16",
         class_=hue(entry.method.index),
     )
@@ -132,7 +145,8 @@ def _interval(cell: Cell) -> tuple[float, ...]:
     if not math.isfinite(mean):
         return ()
     reach = deviation if math.isfinite(deviation) else 0.0
-    return mean - reach, mean + reach
+    low, high = BOUNDS.get(cell.measure, (-math.inf, math.inf))
+    return max(mean - reach, low), min(mean + reach, high)
 
 
 def rates_table(task: Task) -> Markup:
