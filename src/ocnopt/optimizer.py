@@ -396,10 +396,12 @@ class OCNOpt(Optimizer):
         assert self._tape is not None
         if self.param_groups[0]["state"] == "accumulated":
             return None, "state='accumulated'"
-        if placed.flow.why_fixed is None and not placed.flow.checked:
+        why = this.fixed or placed.flow.why_fixed
+        if why is None and not placed.flow.checked:
             verify(placed.flow, self._tape, this)
-        if placed.flow.why_fixed is not None:
-            return None, placed.flow.why_fixed
+            why = placed.flow.fixed
+        if why is not None:
+            return None, why
         live = Live(placed.flow, placed.placement, placed.edges, self._tape, this)
         why = live.why_not(groups)
         return (live, None) if why is None else (None, why)
