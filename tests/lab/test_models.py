@@ -76,6 +76,8 @@ def test_residual_has_identity_and_projection_skips() -> None:
     assert [type(b.skip) for b in blocks] == [nn.Identity, nn.Conv2d, nn.Conv2d]
     assert [len(kinds(b.path, nn.Conv2d)) for b in blocks] == [3, 3, 3]
     assert len(kinds(build("residual", IMAGE, 10, blocks=1), ResidualBlock)) == 1
+    (block,) = kinds(build("residual", IMAGE, 10, blocks=1, projection=True), ResidualBlock)
+    assert isinstance(block.skip, nn.Conv2d)
 
 
 @pytest.mark.parametrize("projection", [False, True])

@@ -83,6 +83,7 @@ class TrainingConfig:
         schedule: of the learning rate: constant, or along a half cosine from the learning rate to 0.
         log_every: steps between two ``step`` records.
         checkpoint_every: steps between two checkpoints; 0 is one at the end of every epoch and no others.
+        reward_every: steps between two rewards of OCNOpt's ``alignment = "adaptive"``: accuracies on held-out samples.
     """
 
     epochs: Count = 20
@@ -90,6 +91,7 @@ class TrainingConfig:
     schedule: Literal["constant", "cosine"] = "constant"
     log_every: Count = 10
     checkpoint_every: Natural = 0
+    reward_every: Count = 1
 
 
 @dataclass(frozen=True)

@@ -203,6 +203,8 @@ class OptimizerConfig:
         """Why it cannot share a batch with other processes, or ``None`` where all it needs is ``p.grad``."""
         if not self.kind.looks_inside:
             return None
+        if self.options.get("alignment") in ("random", "adaptive"):
+            return f"alignment={self.options['alignment']!r} is drawn anew in every process"
         what = why_model(self.options) if self.name == "ocnopt" else self.kind.title
         return what and f"{what} looks at single layers and samples of the batch"
 

@@ -64,6 +64,12 @@ class Trainer:
         self.model = self.world.wrap(self.network)  # what is called; the same thing unless under torchrun
         with naming_key(f"optimizer {config.label}: "):
             self.optimizer = config.optimizer.build(self.network)
+        self.is_adaptive = config.optimizer.options.get("alignment") == "adaptive"
+        if self.is_adaptive and self.data.validation is None:
+            raise ConfigError(
+                "data.validation must be > 0 with optimizer.alignment = 'adaptive': its reward is the accuracy on "
+                "samples held out of the training set"
+            )
         with naming_key("data."):
             self.batches = data.Batches(
                 self.data.train,
@@ -97,6 +103,8 @@ class Trainer:
                 self.set_learning_rate()
                 loss = take_step(self.model, self.optimizer, batch.x, batch.y)
                 self.step += 1
+                if self.is_adaptive and self.step % self.config.training.reward_every == 0:
+                    self.reward()
                 self.epoch_loss.add(loss, len(batch))
                 if self.step % self.config.training.log_every == 0:
                     self.log(loss)
@@ -111,6 +119,21 @@ class Trainer:
             self.journal.write({"kind": "layers", "step": self.step, "layers": layers})
         self.epoch_loss.reset()
         self.save()
+
+    def reward(self) -> None:
+        """Tell the adaptive alignment what its choice was worth: the accuracy on the next batch of held-out samples."""
+        split, size = self.data.validation, self.config.data.batch_size
+        assert isinstance(self.optimizer, OCNOpt)
+        assert split is not None
+        if not self.optimizer.game.bandits:
+            raise ConfigError(
+                "optimizer.alignment: 'adaptive' has nothing to choose: it needs feedback = 'nonlinear' (or bellman = "
+                "'paper') and a network with a branch that can act later"
+            )
+        first = self.step // self.config.training.reward_every * size  # nothing to remember in a checkpoint
+        rows = torch.arange(first, first + min(size, len(split)), device=split.y.device) % len(split)
+        self.optimizer.game.reward(evaluate(self.network, split.take(rows))[1])
+        self.model.train()
 
     def set_learning_rate(self) -> None:
         lr = self.config.optimizer.lr

@@ -57,12 +57,14 @@ class InceptionBlock(nn.Module):
         return merged
 
 
-def residual(input_shape: Shape, classes: int, *, blocks: int = 3, channels: int = 32) -> nn.Sequential:
+def residual(
+    input_shape: Shape, classes: int, *, blocks: int = 3, channels: int = 32, projection: bool = False
+) -> nn.Sequential:
     """A 3×3 convolution, ``blocks`` residual blocks, global average pooling, one fully-connected layer; no
     normalisation.
 
-    Open in the paper, chosen here: the first block keeps its shape (identity skip); each later one halves the
-    resolution and doubles the channels (projection skip).
+    Open in the paper, chosen here: the first block keeps its shape (identity skip, unless ``projection`` asks for a
+    player there too); each later one halves the resolution and doubles the channels (projection skip).
     """
     if blocks < 1:
         raise ValueError(f"blocks must be at least 1; got {blocks}")
@@ -70,7 +72,7 @@ def residual(input_shape: Shape, classes: int, *, blocks: int = 3, channels: int
     layers: list[nn.Module] = [
         nn.Conv2d(n_in, channels, 3, padding=1),
         nn.ReLU(),
-        ResidualBlock(channels, channels),
+        ResidualBlock(channels, channels, projection=projection),
     ]
     for _ in range(blocks - 1):
         layers.append(ResidualBlock(channels, 2 * channels, stride=2))
