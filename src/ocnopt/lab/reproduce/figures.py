@@ -62,7 +62,10 @@ def draw_table(path: Path, rows: Sequence[Row], found: Mapping[str, Sequence[Lin
 def draw_curves(
     path: Path, panels: Mapping[str, str], curves: Mapping[tuple[str, str], Sequence[Sequence[float]]]
 ) -> None:
-    """A panel per dataset: the mean over seeds of the smoothed training loss, and its range."""
+    """A panel per dataset: the mean over seeds of the smoothed training loss, and its range.
+
+    A curve leaves the panel at four times the loss it begins with, and ends where one of its runs is no longer finite.
+    """
     import numpy as np
 
     with figure(path, 1, len(panels), 4.0, 3.2) as axes:
@@ -79,7 +82,12 @@ def draw_curves(
                 steps = np.arange(window, longest + 1)
                 ax.plot(steps, smooth.mean(0), color=color, label=method)
                 ax.fill_between(steps, smooth.min(0), smooth.max(0), color=color, alpha=0.2, lw=0)
+            losses = [loss for method in methods for run in curves[dataset, method] for loss in run]
+            low = 0.8 * float(np.nanmin(losses))
+            high = min(1.2 * float(np.nanmax(losses)), 4 * losses[0])
             ax.set_yscale("log")
+            ax.set_ylim(low, high)
+            _write_plain_numbers(ax)
             ax.set_title(title, fontsize=10)
             ax.set_xlabel("step")
             ax.grid(alpha=0.3)
@@ -111,8 +119,10 @@ def draw_complexity(
     panels: Sequence[Mapping[str, Sequence[tuple[int, float | None, float | None]]]],
 ) -> None:
     """Log-log: time above, memory below, a column per network."""
+    from matplotlib.ticker import NullLocator
+
     colors = ("#4477aa", "#228833", "#ccbb44", "#aa3377", "#ee6677", "#000000", "#ee8866")
-    with figure(path, 2, len(panels), 4.4, 2.8) as axes:
+    with figure(path, 2, len(panels), 4.8, 3.2) as axes:
         for column, (title, lines) in enumerate(zip(titles, panels, strict=True)):
             for (method, points), color in zip(lines.items(), colors, strict=True):
                 for line in (0, 1):
@@ -120,13 +130,25 @@ def draw_complexity(
                     ax = axes[line][column]
                     ax.loglog(*zip(*known, strict=True), "o-", color=color, label=method, ms=4) if known else None
                     ax.set_xticks([point[0] for point in points], [str(point[0]) for point in points])
-                    ax.minorticks_off()
+                    ax.xaxis.set_minor_locator(NullLocator())
                     ax.grid(alpha=0.3)
+            for line in (0, 1):
+                _write_plain_numbers(axes[line][column])
             axes[0][column].set_title(title, fontsize=10)
             axes[1][column].set_xlabel("batch size")
         axes[0][0].set_ylabel("seconds per step")
         axes[1][0].set_ylabel("peak memory, MB")
-        axes[0][0].legend(fontsize=7, ncols=2)
+        handles, labels = axes[0][0].get_legend_handles_labels()
+        axes[0][0].figure.legend(handles, labels, loc="outside lower center", fontsize=8, ncols=3)
+
+
+def _write_plain_numbers(ax: Any) -> None:
+    """1, 2, 5, 10 instead of powers of ten on a logarithmic axis."""
+    from matplotlib.ticker import LogLocator
+
+    ax.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    for write in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
+        write("{x:g}")
 
 
 def draw_gains(path: Path, x: Any, y: Any, second: Any, gains: Sequence[Any], shown: Sequence[int]) -> None:

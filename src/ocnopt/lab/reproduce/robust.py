@@ -45,7 +45,7 @@ _SUBSET, _NARROW = {"train_limit": 2000, "test_limit": 1000}, {"channels": 8, "h
 CASES = (
     Case("fcn", "DIGITS", 0.6, 20, 32, {}, {}, 8),
     Case("inception", "MNIST", 1.0, 5, 128, _SUBSET, _NARROW, 3),
-    Case("inception", "SVHN", 2.0, 10, 128, _SUBSET, _NARROW, 3),
+    Case("inception", "SVHN", 2.0, 10, 128, _SUBSET, _NARROW, 12),
 )
 
 
