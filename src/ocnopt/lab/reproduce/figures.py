@@ -133,7 +133,8 @@ def draw_complexity(
                     ax.xaxis.set_minor_locator(NullLocator())
                     ax.grid(alpha=0.3)
             for line in (0, 1):
-                _write_plain_numbers(axes[line][column])
+                if axes[line][column].lines:  # memory cannot be measured everywhere
+                    _write_plain_numbers(axes[line][column])
             axes[0][column].set_title(title, fontsize=10)
             axes[1][column].set_xlabel("batch size")
         axes[0][0].set_ylabel("seconds per step")
