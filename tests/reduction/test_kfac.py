@@ -133,3 +133,25 @@ def test_equals_kfac_written_by_hand(ekfac: bool, momentum: float, decay: float)
 
 def test_ekfac_and_kfac_are_not_the_same() -> None:
     assert not torch.allclose(by_hand(True, 0.0, 0.0)[0], by_hand(False, 0.0, 0.0)[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("bellman", ["consistent", "paper"])
+def test_pieces_add_up_to_the_whole(bellman: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer whose windows are too large for one piece gets the same step."""
+    from ocnopt.curvature import kronecker
+
+    steps = []
+    for chunk in (1 << 22, 64):
+        monkeypatch.setattr(kronecker, "_CHUNK", chunk)
+        torch.manual_seed(0)
+        # fewer features than samples: in a null space of the factors any basis is as good as any other
+        net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2)).double()
+        opt = OCNOpt(net.parameters(), model=net, curvature="kronecker", bellman=bellman, refresh_every=2)
+        for seed in range(3):
+            x = torch.randn(7, 2, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+            opt.zero_grad()
+            net(x).square().mean().backward()
+            opt.step()
+        steps.append([p.detach().clone() for p in net.parameters()])
+    for whole, pieces in zip(*steps, strict=True):
+        assert torch.allclose(whole, pieces, rtol=1e-8)

@@ -8,7 +8,7 @@ the eigenbasis.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from ocnopt.curvature.base import Curvature, Metric
-from ocnopt.layers.base import Adapter
+from ocnopt.layers.base import Adapter, Call
 from ocnopt.linalg import full_precision, safe_eigh
 
 if TYPE_CHECKING:
     from ocnopt.bucket import Bucket
     from ocnopt.players import Player
 
-#: samples' gradients formed at a time, in numbers, when second moments are measured
-_CHUNK = 1 << 24
+#: inputs and adjoints, or gradients of samples, that are formed at a time, in numbers (16 MiB in float32): the windows
+#: of a convolution are many times larger than its input
+_CHUNK = 1 << 22
+#: a window of a convolution is hardly ever larger
+_WINDOW = 64
 
 #: what a layer keeps from step to step
 _STATE = (
@@ -110,7 +113,7 @@ class Kronecker(Curvature):
 
     def _learn(self, bucket: Bucket, player: Player, state: dict[str, Any], a: Tensor | None) -> None:
         passes = _inputs(bucket, player, a)
-        x, h, _ = passes[0]
+        x, h = passes[0].like
         if "input_factor" not in state or state["input_factor"].shape[1] != x.shape[3]:
             for key in _STATE:  # a block that lost or gained its bias starts anew
                 state.pop(key, None)
@@ -118,15 +121,19 @@ class Kronecker(Curvature):
             state["output_factor"] = h.new_zeros(h.shape[1], h.shape[3], h.shape[3])
             state["statistics"] = x.new_zeros(())  # how many are in the factors
             state["since_refresh"] = 0
-        samples, positions = sum(len(h) for _, h, _ in passes), sum(len(h) * n for _, h, n in passes)
+        samples, positions = sum(p.batch for p in passes), sum(p.batch * p.positions for p in passes)
         ok = bucket.ok if samples else torch.zeros_like(bucket.ok)  # a bad or empty batch changes nothing
         weight = (1 - bucket.group["factor_decay"] * (state["statistics"] > 0).to(ok)) * ok
-        state["input_factor"].lerp_(sum(_outer(x) for x, _, _ in passes) / max(samples, 1), weight)
-        state["output_factor"].lerp_(sum(_outer(h) for _, h, _ in passes) / (positions or 1), weight)
+        A, C = torch.zeros_like(state["input_factor"]), torch.zeros_like(state["output_factor"])
+        for x, h in (part for p in passes for part in p):
+            A, C = A + _outer(x), C + _outer(h)
+        state["input_factor"].lerp_(A / max(samples, 1), weight)
+        state["output_factor"].lerp_(C / (positions or 1), weight)
         state["statistics"] += ok
         refreshed = self._refresh_if_due(bucket, state, ok)
         if bucket.group["ekfac"]:
-            moments = sum(_squares(x, h, state["input_basis"], state["output_basis"]) for x, h, _ in passes)
+            basis = state["input_basis"], state["output_basis"]
+            moments = sum(_squares(x, h, *basis) for p in passes for x, h in p)
             state["eigenvalues"].lerp_(moments / max(samples, 1), ok if refreshed else weight)
 
     def _refresh_if_due(self, bucket: Bucket, state: dict[str, Any], ok: Tensor) -> bool:
@@ -156,26 +163,50 @@ class Kronecker(Curvature):
         return False
 
 
-def _inputs(bucket: Bucket, player: Player, a: Tensor | None) -> list[tuple[Tensor, Tensor, float]]:
-    """Inputs x and per-sample adjoints h̃ = B·h, ``[batch, blocks, shared, features]``, of each forward pass, and how
-    many positions these are.
+class Inputs:
+    """Inputs x and per-sample adjoints h̃ = B·h, ``[batch, blocks, shared, features]``, of one forward pass, in as many
+    pieces as it takes.
 
     A module used several times in one pass has more shared positions. Calls that share one solve in continuous time
     make ∫x x^T dt and ∫h̃ h̃^T dt of it: each is weighted by its duration, and all together they are one use.
     """
-    assert player.adapter is not None
-    ok, passes = bucket.ok.bool(), []
-    samples = sum(calls[0].batch for calls in bucket.calls[id(player)])
-    for calls in bucket.calls[id(player)]:
-        if a is not None:
-            calls = [call.weighted(bucket.groups.expand(a)) for call in calls]
-        uses = [player.adapter.kronecker_inputs(call) for call in calls]
-        positions = sum(call.share * use.h.shape[2] for call, use in zip(calls, uses, strict=True))
-        roots = [math.sqrt(call.duration) for call in calls]
+
+    def __init__(self, adapter: Adapter, calls: Sequence[Call], ok: Tensor, scale: float) -> None:
+        self.adapter, self.calls, self.ok, self.scale = adapter, calls, ok, scale
+        self.batch, self.positions, self.step = calls[0].batch, 0.0, calls[0].batch
+        self._whole: tuple[Tensor, Tensor] | None = None
+        small = sum(call.x.numel() + call.h.numel() for call in calls) * _WINDOW <= _CHUNK
+        self.like = self._part(0, self.batch if small else 1)  # some samples
+        if not small:
+            self.step = max(1, _CHUNK // max(1, sum(v.numel() for v in self.like)))
+        if self.step >= self.batch:
+            self._whole = self.like if small else self._part(0, self.batch)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if self._whole is not None:
+            yield self._whole
+            return
+        for i in range(0, self.batch, self.step):
+            yield self._part(i, i + self.step)
+
+    def _part(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        uses = [self.adapter.kronecker_inputs(call.rows(start, end)) for call in self.calls]
+        self.positions = sum(call.share * use.h.shape[2] for call, use in zip(self.calls, uses, strict=True))
+        roots = [math.sqrt(call.duration) for call in self.calls]
         x = torch.cat([_scaled(use.x, root) for use, root in zip(uses, roots, strict=True)], 2)
         h = torch.cat([_scaled(use.h, root) for use, root in zip(uses, roots, strict=True)], 2)
-        passes.append((torch.where(ok, x, 0), torch.where(ok, h, 0) * samples, positions))
-    return passes
+        return torch.where(self.ok, x, 0), torch.where(self.ok, h, 0) * self.scale
+
+
+def _inputs(bucket: Bucket, player: Player, a: Tensor | None) -> list[Inputs]:
+    """By forward pass."""
+    assert player.adapter is not None
+    passes = bucket.calls[id(player)]
+    samples = sum(calls[0].batch for calls in passes)
+    if a is not None:
+        rows = bucket.groups.expand(a)
+        passes = [[call.weighted(rows) for call in calls] for calls in passes]
+    return [Inputs(player.adapter, calls, bucket.ok.bool(), samples) for calls in passes]
 
 
 def _scaled(v: Tensor, factor: float) -> Tensor:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ocnopt.groups import Groups
 from ocnopt.rng import RNGState
+from ocnopt.trees import mapped
 
 
 @dataclass
@@ -58,6 +59,14 @@ class Call:
     @property
     def batch(self) -> int:
         return self.h.shape[0]
+
+    def rows(self, start: int, end: int) -> Call:
+        """The same call with some of the samples, where they are dimension 0 of arguments and adjoint."""
+        if start == 0 and end >= self.batch:
+            return self
+        of_samples = lambda t: t[start:end] if t.shape[:1] == (self.batch,) else t  # noqa: E731
+        args, kwargs = mapped(of_samples, (self.args, self.kwargs))
+        return replace(self, args=args, kwargs=kwargs, h=self.h[start:end])
 
     def weighted(self, rows: Tensor) -> Call:
         """The same call with the adjoint of every sample multiplied by its entry of ``rows``, ``[B]``."""
