@@ -6,9 +6,8 @@ enters the tape when its first adjoint arrives. A graph that is thrown away take
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,121 +15,12 @@ from torch import Tensor, nn
 
 from ocnopt.chain import Ends, is_chain
 from ocnopt.environment import Autocast, Environment
-from ocnopt.games.flow import Draws, Flow, Recorder, innermost
-from ocnopt.hosts import Execution, Host
-from ocnopt.layers.base import Call
+from ocnopt.games.flow import Flow, innermost
+from ocnopt.games.following import Follower
+from ocnopt.hosts import Host
+from ocnopt.records import Need, Pass, Record, Rollout, Sinks, detached, floating, versions_of
 from ocnopt.rng import RNGState
 from ocnopt.trees import mapped, tensors
-
-#: the autograd nodes that add to ``p.grad``
-Sinks = Sequence[Any]
-
-
-@dataclass(frozen=True)
-class Need:
-    """What the configuration asks the hooks to keep."""
-
-    flow: bool = False  # which module runs when, and who reads whom
-    calls: bool = False  # inputs and output adjoints: groups of samples, Kronecker factors
-    states: bool = False  # everything that a second forward pass is compared with
-
-    def __bool__(self) -> bool:
-        return self.flow or self.calls or self.states
-
-
-@dataclass
-class Pass:
-    """One forward pass of the attached model."""
-
-    batch: int | None
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    versions: list[int] = field(default_factory=list)
-    autocast: Autocast | None = None
-    environment: Environment | None = None
-    order: list[str] = field(default_factory=list)  # modules in the order of their calls
-    chain: bool = False
-    flow: Flow | None = None
-    draws: Draws = field(default_factory=dict)
-    fixed: str | None = None  # why it cannot be run again stage by stage
-    outputs: list[Tensor] = field(default_factory=list)
-    output_versions: list[int] = field(default_factory=list)
-    D: dict[int, Tensor] = field(default_factory=dict)  # ∂L/∂x_K, by output
-    sinks: list[Any] = field(default_factory=list)
-    mixed: frozenset[str] = frozenset()  # modules whose dimension 0 only has the size of the batch
-
-    def inputs_changed(self) -> bool:
-        return self.versions != _versions((self.args, self.kwargs))
-
-    def outputs_changed(self) -> bool:
-        return self.output_versions != _versions(self.outputs)
-
-    def change(self, outputs: Sequence[Tensor]) -> Tensor | None:
-        """⟨∂L/∂x_K, δx_K⟩ of the outputs of another pass, or ``None`` where the two cannot be compared."""
-        if len(outputs) != len(self.outputs) or self.outputs_changed():
-            return None
-        terms = [(D.double() * (outputs[i].double() - self.outputs[i].double())).sum() for i, D in self.D.items()]
-        return torch.stack(terms).sum() if terms else None
-
-
-@dataclass
-class Record:
-    """One execution of one module in a :class:`Pass`."""
-
-    name: str
-    module: nn.Module
-    occurrence: int
-    origin: Pass
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    versions: list[int] = field(default_factory=list)
-    rng: RNGState | None = None
-    training: bool = True
-    autocast: torch.dtype | None = None
-    inputs: list[Tensor] = field(default_factory=list)
-    opaque: bool = False  # some of its inputs came in a list or dict: the gradient through that edge is not known
-    sinks: Sinks = ()
-    d: dict[int, Tensor] = field(default_factory=dict)  # gradient through this very edge, by input
-    outputs: dict[int, Tensor] = field(default_factory=dict)
-    h: dict[int, Tensor] = field(default_factory=dict)  # ∂L/∂output, by output
-    inner: Mapping[str, list[Call]] | None = None  # calls of the layers inside a host, where it was asked
-
-    def calls(self, path: str) -> list[Call]:
-        """Of the module itself, or of the layer of that name inside it."""
-        if not path:
-            return [self.call()]
-        return [] if self.inner is None else self.inner.get(path, [])
-
-    def execution(self) -> Execution:
-        """As the host sees it that the record is about."""
-        return Execution(self.args, self.kwargs, self.outputs, self.h, self.autocast)
-
-    def call(self) -> Call:
-        """As the layer's adapter sees it. Only for records whose (first) output an adjoint arrived at."""
-        return Call(self.module, self.args, self.kwargs, self.h[0], self.rng, self.training, self.autocast)
-
-    def has_rows(self) -> bool:
-        """Has dimension 0 of input and output the size of the batch?"""
-        sizes = {t.shape[:1] for t in (*tensors((self.args, self.kwargs))[:1], self.h[0])}
-        return self.origin.batch is None or sizes == {(self.origin.batch,)}
-
-    def rows_are_samples(self) -> bool:
-        """Does dimension 0 of input and output run over the samples, as far as sizes and the probe can tell?"""
-        return self.has_rows() and self.name not in self.origin.mixed
-
-    def overwritten(self) -> bool:
-        """Have the arguments been changed in place since the call began?"""
-        return self.versions != _versions((self.args, self.kwargs))
-
-
-class Rollout:
-    """Told of every module call while the model runs a second time (see :mod:`ocnopt.rollout`)."""
-
-    def before(self, name: str, occurrence: int, inputs: list[Tensor]) -> None:
-        """``inputs``: the tensors among the arguments."""
-
-    def after(self, name: str, occurrence: int, outputs: list[Tensor]) -> None:
-        """``outputs``: the floating-point tensors among the results."""
 
 
 class Hook:
@@ -159,10 +49,7 @@ class Tape:
         self.records: list[Record] = []
         self.order: list[str] = []  # of the last pass
         self.flow: Flow | None = None  # of the last pass
-        self._flows: list[Flow] = []
-        self._recorder: Recorder | None = None
-        self._random: RNGState | None = None
-        self._draws = False  # does the model draw random numbers?
+        self._follower = Follower()
         self.rollout: Rollout | None = None
         self.randomised: set[str] = set()  # modules that draw random numbers which their adapter must draw again
         self._current: Pass | None = None
@@ -230,16 +117,16 @@ class Tape:
         if all(p.grad is None for p in model.parameters()):
             self.clear()  # the gradients of earlier passes are gone, so their records are of no use
         given = args, kwargs
-        args, kwargs = _detached(given)
-        self._current = Pass(_batch_size(args, kwargs), args, kwargs, _versions((args, kwargs)))
+        args, kwargs = detached(given)
+        self._current = Pass(_batch_size(args, kwargs), args, kwargs, versions_of((args, kwargs)))
         self._current.autocast = Autocast.capture(model)
         if need.states:
             self._current.environment = Environment.capture(model)
         if need.flow or (need.states and not self._chain):  # in a chain everybody knows who comes next
-            self._follow(model, tensors(given))
+            self._follower.begin(model, tensors(given))
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        flow = self._followed(output, self._current)
+        flow = self._follower.end(output, self._current)
         this, self._current, self._open = self._current, None, []
         if this is None:
             return
@@ -249,32 +136,11 @@ class Tape:
         outputs = floating(output)
         nodes = [t.grad_fn for t in outputs if t.grad_fn is not None]
         this.chain = self._chain = self._is_chain(tuple(this.order), nodes)
-        this.outputs, this.output_versions = [t.detach() for t in outputs], _versions(outputs)
+        this.outputs, this.output_versions = [t.detach() for t in outputs], versions_of(outputs)
         for i, t in enumerate(outputs):
             if t.grad_fn is not None:
                 t.register_hook(_adder(this.D, i, this.sinks))
         self._graph = []
-
-    # --- its data flow ---
-
-    def _follow(self, model: nn.Module, inputs: list[Tensor]) -> None:
-        if torch.compiler.is_compiling():
-            return
-        self._random = RNGState.capture(devices_of(model))
-        self._recorder = Recorder(model, inputs, self._random.states if self._draws else None)
-        self._recorder.__enter__()  # type: ignore[no-untyped-call]
-
-    def _followed(self, output: Any, this: Pass | None) -> Flow | None:
-        recorder, self._recorder = self._recorder, None
-        if recorder is None or this is None or self._random is None:
-            return None
-        recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        flow, this.draws = recorder.finish(output, self._flows), recorder.draws
-        self._flows = [flow, *(other for other in self._flows[:16] if other is not flow)]  # the likeliest first
-        if not self._draws and not self._random.same_as(RNGState.capture(self._random.states)):
-            self._draws = True
-            this.fixed = "it drew random numbers that were not kept (from the next step on they are)"
-        return flow
 
     # --- its modules ---
 
@@ -285,8 +151,8 @@ class Tape:
             if self.rollout is not None:
                 self.rollout.before(name, occurrence, tensors((args, kwargs)))
                 return None
-            if self._recorder is not None and name in self._measured:
-                self._recorder.enter(name, args, kwargs)
+            if name in self._measured:
+                self._follower.enter(name, args, kwargs)
             need = self._needed()
             if not need:
                 return None
@@ -295,8 +161,8 @@ class Tape:
             # a module around other players would count their changes a second time
             if not (need.calls or need.states) or name not in self._measured:
                 return None
-            record = Record(name, module, occurrence, this, _detached(args), _detached(kwargs))
-            record.versions = _versions((args, kwargs))
+            record = Record(name, module, occurrence, this, detached(args), detached(kwargs))
+            record.versions = versions_of((args, kwargs))
             record.training = module.training
             own = _sinks(module)
             this.sinks += own
@@ -323,8 +189,8 @@ class Tape:
                 self.rollout.after(name, self._counts[name] - 1, floating(output))
                 return None
             changed = self._watch_outputs(module, output)
-            if self._recorder is not None and name in self._measured:
-                self._recorder.leave(name, output if changed is None else changed)
+            if name in self._measured:
+                self._follower.leave(name, output if changed is None else changed)
             return changed
 
         return hook
@@ -446,16 +312,8 @@ def _adder(store: dict[int, Tensor], i: int, sinks: Sinks) -> Callable[[Tensor],
     return hook
 
 
-def _detached(tree: Any) -> Any:
-    return mapped(Tensor.detach, tree)
-
-
-def floating(tree: Any) -> list[Tensor]:
-    return [t for t in tensors(tree) if t.is_floating_point()]
-
-
-def _versions(tree: Any) -> list[int]:
-    return [t._version for t in tensors(tree) if not t.is_inference()]
+def devices_of(module: nn.Module) -> set[torch.device]:
+    return {p.device for p in module.parameters()}
 
 
 def _batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
@@ -464,10 +322,6 @@ def _batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
         if t.dim():
             return int(t.shape[0])
     return None
-
-
-def devices_of(module: nn.Module) -> set[torch.device]:
-    return {p.device for p in module.parameters()}
 
 
 def _autocast_dtype(module: nn.Module) -> torch.dtype | None:

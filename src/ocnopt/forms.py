@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ocnopt.capture import Record
 from ocnopt.curvature import Identity
 from ocnopt.gradients import Explicit, Gram, GramRow, GroupGradients, Shared
 from ocnopt.groups import Groups
@@ -17,6 +16,7 @@ from ocnopt.hosts import Host
 from ocnopt.layers.base import Call, compute_dtype
 from ocnopt.multi import masked
 from ocnopt.players import Player, Use
+from ocnopt.records import Record
 from ocnopt.trees import mapped
 
 

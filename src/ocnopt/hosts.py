@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from ocnopt.layers.base import Call
 
 if TYPE_CHECKING:
-    from ocnopt.capture import Record
     from ocnopt.players import Player
+    from ocnopt.records import Record
 
 
 @dataclass

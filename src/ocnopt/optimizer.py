@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from ocnopt import arguments
-from ocnopt.capture import Need, Pass, Tape
+from ocnopt.capture import Tape
 from ocnopt.curvature import BY_NAME, Curvature
 from ocnopt.diagnostics import Diagnostics
 from ocnopt.fallbacks import Fallbacks
@@ -26,6 +26,7 @@ from ocnopt.linalg import without_autocast
 from ocnopt.play import Snapshot, play
 from ocnopt.players import Player, find_uses, gather, resolve
 from ocnopt.problem import pose
+from ocnopt.records import Need, Pass
 from ocnopt.remeasure import Remeasure
 from ocnopt.rng import RNGState
 from ocnopt.skips import Skips

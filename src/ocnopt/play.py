@@ -11,12 +11,13 @@ from torch import Tensor
 
 from ocnopt import rollout
 from ocnopt.bellman import Consistent, Policy
-from ocnopt.capture import Pass, Tape
+from ocnopt.capture import Tape
 from ocnopt.diagnostics import Diagnostics
 from ocnopt.games.live import Live
 from ocnopt.linalg import without_autocast
 from ocnopt.players import Player
 from ocnopt.problem import Kernels, Problem
+from ocnopt.records import Pass
 from ocnopt.rollout import Measure
 from ocnopt.stages import Stages
 

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ocnopt.capture import Pass, Rollout, Tape
+from ocnopt.capture import Tape
 from ocnopt.environment import Environment
+from ocnopt.records import Pass, Rollout
 from ocnopt.trees import mapped
 
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from ocnopt.bellman import Consistent, Paper, Policy, terminal_precision
 from ocnopt.bucket import Bucket, Scalar
-from ocnopt.capture import Record
 from ocnopt.forms import Forms, gradient_of
 from ocnopt.groups import Groups
 from ocnopt.layers.base import compute_dtype
 from ocnopt.linalg import full_precision
 from ocnopt.multi import finite, sums_finite
 from ocnopt.players import Player
+from ocnopt.records import Record
 from ocnopt.stages import Stages
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ocnopt import capture
-from ocnopt.capture import Pass, Record, Tape
+from ocnopt.capture import Tape
 from ocnopt.groups import Groups
+from ocnopt.records import Pass, Record, Rollout, floating
 from ocnopt.stages import Stages
 
 #: (stage, s): asks the policy and updates the players of the stage
@@ -44,7 +44,7 @@ class Measure:
         return self.sign * self.groups.sum(torch.linalg.vecdot(adjoint.reshape(rows), delta.reshape(rows)))
 
 
-class InOrder(capture.Rollout):
+class InOrder(Rollout):
     """Follows the second forward pass and lets each stage act when the first of its modules is about to run.
 
     In a chain the input of a layer is the whole state and s_k = Σ⟨d_k, δx_k⟩, the paper's Markov state. Elsewhere s
@@ -149,4 +149,4 @@ def in_order(tape: Tape, this: Pass, follower: InOrder) -> Tensor | None:
     finally:
         tape.rollout = None
     follower.act_at_last()
-    return this.change(capture.floating(output))
+    return this.change(floating(output))

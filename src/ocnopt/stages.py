@@ -36,6 +36,10 @@ class Stages:
     def names(self) -> list[str]:
         return [name or "(the model itself)" for name in self.modules]
 
+    def of(self, player: Player) -> int:
+        """The stage of a player."""
+        return self.stage_of[self.seat_of[id(player)]]
+
     @property
     def count(self) -> int:
         return len(self.seats)

@@ -23,8 +23,7 @@ def summarise(players: Sequence[Player], stages: Stages | None, split: bool, fal
     for player in players:
         adapter = type(player.adapter).__name__ if player.adapter else "–"
         count = sum(p.numel() for p in player.params)
-        seat = None if stages is None else stages.seat_of.get(id(player))
-        stage = "–" if stages is None or seat is None else str(stages.stage_of[seat])
+        stage = "–" if stages is None or id(player) not in stages.seat_of else str(stages.of(player))
         notes = [*player.notes, *_group_notes(player, split, fallbacks)]
         if not any(p.requires_grad for p in player.params):
             notes = ["frozen"]

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ocnopt import capture
-from ocnopt.capture import Pass, Tape
+from ocnopt.capture import Tape
 from ocnopt.games.flow import Flow, arguments
 from ocnopt.games.replay import Replay
 from ocnopt.games.schedule import Placement
 from ocnopt.groups import Groups
+from ocnopt.records import Pass, Rollout
 from ocnopt.rollout import Act, Measure, Predict
 from ocnopt.stages import Stages
 from ocnopt.trees import tensors
@@ -76,7 +76,7 @@ class Live:
         if not edges.into_operations:
             return
         assert self.this.environment is not None
-        with self.tape.following(capture.Rollout()), self.this.environment.repeated():
+        with self.tape.following(Rollout()), self.this.environment.repeated():
             values, adjoints = replay.run(edges.into_operations)
         for (source, user), adjoint in adjoints.items():
             self.terms[source].append(Term(adjoint, values[source].detach(), self.placement.stage[user]))
@@ -100,7 +100,7 @@ class Live:
         for stage in stages.uncalled:
             act(stage, base)
             base = base + sum((predict(seat) for seat in stages.seats[stage]), measure.zero())
-        with self.tape.following(capture.Rollout()), self.this.environment.repeated():
+        with self.tape.following(Rollout()), self.this.environment.repeated():
             outputs = self._run(stages, act, measure, base)
         return self.this.change(outputs)
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ocnopt.capture import Pass, Record, Rollout, Tape
+from ocnopt.capture import Tape
 from ocnopt.games.flow import Flow, arguments, name_of
+from ocnopt.records import Pass, Record, Rollout
 from ocnopt.trees import tensors
 
 #: a node, and one that reads it

@@ -1,0 +1,53 @@
+"""The data flow of every forward pass of a model, as its hooks see it go by."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ocnopt.games.flow import Flow, Recorder
+from ocnopt.rng import RNGState
+
+if TYPE_CHECKING:
+    from ocnopt.records import Pass
+
+
+class Follower:
+    """Between :meth:`begin` and :meth:`end` everything is recorded; the flows of the last passes are remembered."""
+
+    def __init__(self) -> None:
+        self._flows: list[Flow] = []
+        self._recorder: Recorder | None = None
+        self._random: RNGState | None = None
+        self._draws = False  # does the model draw random numbers?
+
+    def begin(self, model: nn.Module, inputs: list[Tensor]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._random = RNGState.capture({p.device for p in model.parameters()})
+        self._recorder = Recorder(model, inputs, self._random.states if self._draws else None)
+        self._recorder.__enter__()  # type: ignore[no-untyped-call]
+
+    def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._recorder is not None:
+            self._recorder.enter(name, args, kwargs)
+
+    def leave(self, name: str, output: Any) -> None:
+        if self._recorder is not None:
+            self._recorder.leave(name, output)
+
+    def end(self, output: Any, this: Pass | None) -> Flow | None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return None
+        recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if this is None or self._random is None:
+            return None
+        flow, this.draws = recorder.finish(output, self._flows), recorder.draws
+        self._flows = [flow, *(other for other in self._flows[:15] if other is not flow)]  # the likeliest first
+        if not self._draws and not self._random.same_as(RNGState.capture(self._random.states)):
+            self._draws = True
+            this.fixed = "it drew random numbers that were not kept (from the next step on they are)"
+        return flow

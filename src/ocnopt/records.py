@@ -1,0 +1,139 @@
+"""What is kept of a step: forward passes, and the calls of modules in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ocnopt.environment import Autocast, Environment
+from ocnopt.games.flow import Draws, Flow
+from ocnopt.hosts import Execution
+from ocnopt.layers.base import Call
+from ocnopt.rng import RNGState
+from ocnopt.trees import mapped, tensors
+
+#: the autograd nodes that add to ``p.grad``
+Sinks = Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Need:
+    """What the configuration asks the hooks to keep."""
+
+    flow: bool = False  # which module runs when, and who reads whom
+    calls: bool = False  # inputs and output adjoints: groups of samples, Kronecker factors
+    states: bool = False  # everything that a second forward pass is compared with
+
+    def __bool__(self) -> bool:
+        return self.flow or self.calls or self.states
+
+
+@dataclass
+class Pass:
+    """One forward pass of the attached model."""
+
+    batch: int | None
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    versions: list[int] = field(default_factory=list)
+    autocast: Autocast | None = None
+    environment: Environment | None = None
+    order: list[str] = field(default_factory=list)  # modules in the order of their calls
+    chain: bool = False
+    flow: Flow | None = None
+    draws: Draws = field(default_factory=dict)
+    fixed: str | None = None  # why it cannot be run again stage by stage
+    outputs: list[Tensor] = field(default_factory=list)
+    output_versions: list[int] = field(default_factory=list)
+    D: dict[int, Tensor] = field(default_factory=dict)  # ∂L/∂x_K, by output
+    sinks: list[Any] = field(default_factory=list)
+    mixed: frozenset[str] = frozenset()  # modules whose dimension 0 only has the size of the batch
+
+    def inputs_changed(self) -> bool:
+        return self.versions != versions_of((self.args, self.kwargs))
+
+    def outputs_changed(self) -> bool:
+        return self.output_versions != versions_of(self.outputs)
+
+    def change(self, outputs: Sequence[Tensor]) -> Tensor | None:
+        """⟨∂L/∂x_K, δx_K⟩ of the outputs of another pass, or ``None`` where the two cannot be compared."""
+        if len(outputs) != len(self.outputs) or self.outputs_changed():
+            return None
+        terms = [(D.double() * (outputs[i].double() - self.outputs[i].double())).sum() for i, D in self.D.items()]
+        return torch.stack(terms).sum() if terms else None
+
+
+@dataclass
+class Record:
+    """One execution of one module in a :class:`Pass`."""
+
+    name: str
+    module: nn.Module
+    occurrence: int
+    origin: Pass
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    versions: list[int] = field(default_factory=list)
+    rng: RNGState | None = None
+    training: bool = True
+    autocast: torch.dtype | None = None
+    inputs: list[Tensor] = field(default_factory=list)
+    opaque: bool = False  # some of its inputs came in a list or dict: the gradient through that edge is not known
+    sinks: Sinks = ()
+    d: dict[int, Tensor] = field(default_factory=dict)  # gradient through this very edge, by input
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+    h: dict[int, Tensor] = field(default_factory=dict)  # ∂L/∂output, by output
+    inner: Mapping[str, list[Call]] | None = None  # calls of the layers inside a host, where it was asked
+
+    def calls(self, path: str) -> list[Call]:
+        """Of the module itself, or of the layer of that name inside it."""
+        if not path:
+            return [self.call()]
+        return [] if self.inner is None else self.inner.get(path, [])
+
+    def execution(self) -> Execution:
+        """As the host sees it that the record is about."""
+        return Execution(self.args, self.kwargs, self.outputs, self.h, self.autocast)
+
+    def call(self) -> Call:
+        """As the layer's adapter sees it. Only for records whose (first) output an adjoint arrived at."""
+        return Call(self.module, self.args, self.kwargs, self.h[0], self.rng, self.training, self.autocast)
+
+    def has_rows(self) -> bool:
+        """Has dimension 0 of input and output the size of the batch?"""
+        sizes = {t.shape[:1] for t in (*tensors((self.args, self.kwargs))[:1], self.h[0])}
+        return self.origin.batch is None or sizes == {(self.origin.batch,)}
+
+    def rows_are_samples(self) -> bool:
+        """Does dimension 0 of input and output run over the samples, as far as sizes and the probe can tell?"""
+        return self.has_rows() and self.name not in self.origin.mixed
+
+    def overwritten(self) -> bool:
+        """Have the arguments been changed in place since the call began?"""
+        return self.versions != versions_of((self.args, self.kwargs))
+
+
+class Rollout:
+    """Told of every module call while the model runs a second time (see :mod:`ocnopt.rollout`)."""
+
+    def before(self, name: str, occurrence: int, inputs: list[Tensor]) -> None:
+        """``inputs``: the tensors among the arguments."""
+
+    def after(self, name: str, occurrence: int, outputs: list[Tensor]) -> None:
+        """``outputs``: the floating-point tensors among the results."""
+
+
+def detached(tree: Any) -> Any:
+    return mapped(Tensor.detach, tree)
+
+
+def floating(tree: Any) -> list[Tensor]:
+    return [t for t in tensors(tree) if t.is_floating_point()]
+
+
+def versions_of(tree: Any) -> list[int]:
+    return [t._version for t in tensors(tree) if not t.is_inference()]

@@ -1,0 +1,45 @@
+"""Who plays: the players of the parameter groups, remembered as long as nothing about them changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ocnopt.fallbacks import Fallbacks
+from ocnopt.players import Player, gather
+
+
+class Roster:
+    def __init__(self) -> None:
+        self._known: tuple[Any, list[Player]] | None = None
+        self._alone: dict[tuple[Player, int], Player] = {}
+
+    def players(self, groups: Sequence[dict[str, Any]], model: nn.Module | None) -> list[Player]:
+        rates = tuple(next(i for i, h in enumerate(groups) if _same_rate(h["lr"], g["lr"])) for g in groups)
+        trained = tuple(p.requires_grad for g in groups for p in g["params"])
+        key = (tuple((id(g), len(g["params"]), g["curvature"]) for g in groups), rates, trained)
+        if self._known is None or self._known[0] != key:
+            self._known, self._alone = (key, gather(groups, model)), {}
+        return self._known[1]
+
+    def acting(self, groups: Sequence[dict[str, Any]], model: nn.Module | None, fallbacks: Fallbacks) -> list[Player]:
+        """The players with gradients. Of a layer's block with some, each parameter that has one acts by itself."""
+        acting: list[Player] = []
+        fallbacks.reasons.clear()
+        for player in self.players(groups, model):
+            have = [q.grad is not None for q in player.params]
+            if all(have):
+                acting.append(player)
+                continue
+            for i in (i for i, there in enumerate(have) if there):
+                alone = self._alone.setdefault((player, i), player.alone(i))
+                fallbacks.say(alone.name, "the rest of its layer has no gradient", "its curvature is adaptive")
+                acting.append(alone)
+        return acting
+
+
+def _same_rate(a: float | Tensor, b: float | Tensor) -> bool:
+    """Tensors are compared by identity: their values are on the device."""
+    return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
