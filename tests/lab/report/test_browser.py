@@ -134,3 +134,9 @@ def test_prints(tab: Tab, page: Path) -> None:
     pdf = tab.pdf()
     assert pdf.startswith(b"%PDF")
     assert 3 <= pdf.count(b"/Type /Page\n") <= 20
+
+
+def test_a_table_of_numbers_stays_on_one_sheet(tab: Tab, page: Path) -> None:
+    tab.emulate("light", "print")
+    tab.open(page)
+    assert tab.evaluate("getComputedStyle(document.querySelector('.task-page details')).breakInside") == "avoid"

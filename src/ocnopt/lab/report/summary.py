@@ -91,7 +91,11 @@ def _row(entry: Entry, task: Task, *, leads: bool) -> Markup:
     shown = score_text(cell) if cell.score.values else MISSING
     choice = element("small", entry.choice) if entry.choice else None
     shorter = element("small", f"{_epochs(entry)} instead of {task.epochs}") if entry.epochs != task.epochs else None
-    tried = element("small", f"of {len(entry.cells)}") if any(len(e.cells) > 1 for e in task.entries) else None
+    tried = (
+        element("small", f" of {len(entry.cells)}", class_="inline")
+        if any(len(e.cells) > 1 for e in task.entries)
+        else None
+    )
     waiting = element("small", f"{cell.unfinished} unfinished") if cell.unfinished else None
     lost = f"{entry.diverged} of {entry.total}"
     return element(
