@@ -28,14 +28,14 @@ def test_the_learning_rate_with_the_best_mean_is_shown(tmp_path: Path) -> None:
     for lr, accuracies in {0.1: (0.99, 0.5), 0.01: (0.9, 0.88), 0.001: (0.7, 0.6)}.items():
         for seed, accuracy in enumerate(accuracies):
             write_run(tmp_path / "runs" / f"{lr}-{seed}", lr=lr, seed=seed, accuracy=accuracy)
-    assert summary(report(tmp_path / "runs"))["Adam"][:4] == ["89.00 ± 1.41 %", "0.01of 3", "2", "0 of 6"]
+    assert summary(report(tmp_path / "runs"))["Adam"][:4] == ["89.00 ± 1.41 %", "0.01 of 3", "2", "0 of 6"]
 
 
 def test_a_validation_set_decides_where_there_is_one(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "a", lr=0.1, accuracy=0.95, validation=0.8)
     write_run(tmp_path / "runs" / "b", lr=0.2, accuracy=0.85, validation=0.9)
     root = report(tmp_path / "runs")
-    assert summary(root)["Adam"][:2] == ["85.00 %", "0.2of 2"]
+    assert summary(root)["Adam"][:2] == ["85.00 %", "0.2 of 2"]
     assert "best mean validation accuracy" in text(root)
     assert "made on samples held out of the training set" in text(root)
 
@@ -97,7 +97,7 @@ def test_a_diverged_run_is_counted_and_not_forgotten(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "c", lr=0.1, seed=0, accuracy=0.9)
     write_run(tmp_path / "runs" / "d", lr=0.1, seed=1, accuracy=0.91)
     root = report(tmp_path / "runs")
-    assert summary(root)["Adam"][:4] == ["90.50 ± 0.71 %", "0.1of 2", "2", "1 of 4"]
+    assert summary(root)["Adam"][:4] == ["90.50 ± 0.71 %", "0.1 of 2", "2", "1 of 4"]
     (numbers,) = (table for table in root.iter("table") if "1 of 2 diverged" in text(table))
     assert "49.50 ± 70.00 %" in text(numbers)
 
@@ -119,7 +119,7 @@ def test_without_accuracies_the_test_loss_decides(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "a", lr=0.1, accuracy=None, losses=[2.0, 0.2, 1.5, 1.0])
     write_run(tmp_path / "runs" / "b", lr=0.2, accuracy=None, losses=[2.0, 1.0, 0.7, 0.5])
     root = report(tmp_path / "runs")
-    assert summary(root)["Adam"][:2] == ["0.55", "0.2of 2"]
+    assert summary(root)["Adam"][:2] == ["0.55", "0.2 of 2"]
     assert "lower is better" in text(root)
 
 
@@ -142,7 +142,7 @@ def test_other_options_are_searched_like_the_learning_rate(tmp_path: Path) -> No
     for (lr, decay), accuracy in accuracies.items():
         write_run(tmp_path / "runs" / f"{lr}-{decay}", lr=lr, accuracy=accuracy, options={"weight_decay": decay})
     root = report(tmp_path / "runs")
-    assert summary(root)["Adamweight_decay = 0.01"][:2] == ["95.00 %", "0.1of 4"]
+    assert summary(root)["Adamweight_decay = 0.01"][:2] == ["95.00 %", "0.1 of 4"]
     (numbers,) = (table for table in root.iter("table") if "0.3" in text(next(table.iter("thead"))))
     assert text(next(numbers.iter("tbody"))) == "Adam95.00 %90.00 %"
 
