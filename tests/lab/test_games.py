@@ -87,7 +87,12 @@ def test_the_reward_is_the_accuracy_on_the_next_held_out_samples(monkeypatch: py
     assert [rows[:5] for rows, _, _ in seen[:2]] == [[16, 17, 18, 19, 0], [12, 13, 14, 15, 16]]
     assert len(seen) == 5
     assert all(right for _, _, right in seen)
-    assert optimizer.game.bandits[""].rounds == 5
+    bandit = optimizer.game.bandits[""]
+    assert bandit.rounds == 5
+    assert isinstance(trainer.journal, Memory)
+    first, last = trainer.journal.of("alignment")
+    assert (first["step"], first["rounds"], last["step"], last["rounds"]) == (5, 2, 10, 5)
+    assert [last[f"late by {arm}"] for arm in range(3)] == bandit.probabilities
 
 
 def test_the_network_is_in_training_mode_again_after_a_reward() -> None:
@@ -103,8 +108,8 @@ def test_what_adaptive_alignment_needs() -> None:
     run = residual_run()
     with pytest.raises(ConfigError, match=r"^data\.validation must be > 0 with optimizer\.alignment = 'adaptive'"):
         trainer_of(replace(run, data=replace(run.data, validation=0.0)))
-    for optimizer in ({**ADAPTIVE, "feedback": "linear"}, {**ADAPTIVE, "feedback": "off"}):
-        trainer, _ = trainer_of(residual_run(optimizer))
+    for feedback, every in (("linear", 1), ("off", 100)):
+        trainer, _ = trainer_of(residual_run({**ADAPTIVE, "feedback": feedback}, reward_every=every))
         with pytest.raises(ConfigError, match=r"^optimizer\.alignment: 'adaptive' has nothing to choose"):
             trainer.train()
     trainer, _ = trainer_of(replace(run, network=NetworkConfig("fcn", {})))
@@ -115,7 +120,5 @@ def test_what_adaptive_alignment_needs() -> None:
 @pytest.mark.parametrize("alignment", ["adaptive", "random"])
 def test_processes_would_not_agree_on_an_alignment(alignment: str) -> None:
     config = small_run({"name": "ocnopt", "bellman": "paper", "alignment": alignment})
-    with pytest.raises(
-        ConfigError, match=f"alignment='{alignment}' is drawn anew in every .* torchrun"
-    ):
+    with pytest.raises(ConfigError, match=f"alignment='{alignment}' is drawn anew in every .* torchrun"):
         Trainer(config, load_data(config.data), Memory(), world=World(0, 2))

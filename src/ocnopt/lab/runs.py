@@ -15,6 +15,8 @@ Every record of the metrics has a ``kind``; numbers that are not finite are ``nu
   ``train_loss`` is the mean over the epoch; with a validation part also ``validation_loss, validation_accuracy``;
 - ``layers``: ``step, layers: [{name, trace, w_min, w_max, s, clamped, projections}]``: what the feedback of OCNOpt did
   in the last step of an epoch (:class:`ocnopt.LayerReport`);
+- ``alignment``: ``step, rounds, late by 0, late by 1, …``: where OCNOpt's alignment is adaptive, how many rewards it
+  has had at the end of an epoch, and the chance of each choice to be the next one;
 - ``final``: ``test_accuracy, train_loss, seconds, diverged``: the last line of a run that has ended.
 """
 

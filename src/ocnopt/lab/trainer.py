@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from ocnopt import OCNOpt
 from ocnopt.baselines import BatchOptimizer
+from ocnopt.games import Game
 from ocnopt.lab import data, models
 from ocnopt.lab.config import RunConfig
 from ocnopt.lab.optimizers import AnyOptimizer
@@ -117,23 +118,29 @@ class Trainer:
         self.journal.write(self.last)
         if layers := self.layers():
             self.journal.write({"kind": "layers", "step": self.step, "layers": layers})
+        if self.is_adaptive:
+            self.journal.write({"kind": "alignment", "step": self.step, **self.alignment()})
         self.epoch_loss.reset()
         self.save()
 
     def reward(self) -> None:
         """Tell the adaptive alignment what its choice was worth: the accuracy on the next batch of held-out samples."""
-        split, size = self.data.validation, self.config.data.batch_size
-        assert isinstance(self.optimizer, OCNOpt)
+        split, size, game = self.data.validation, self.config.data.batch_size, self.game()
         assert split is not None
+        first = self.step // self.config.training.reward_every * size  # nothing to remember in a checkpoint
+        rows = torch.arange(first, first + min(size, len(split)), device=split.y.device) % len(split)
+        game.reward(evaluate(self.network, split.take(rows))[1])
+        self.model.train()
+
+    def game(self) -> Game:
+        """The game of an adaptive alignment, once the first step has been taken."""
+        assert isinstance(self.optimizer, OCNOpt)
         if not self.optimizer.game.bandits:
             raise ConfigError(
                 "optimizer.alignment: 'adaptive' has nothing to choose: it needs feedback = 'nonlinear' (or bellman = "
                 "'paper') and a network with a branch that can act later"
             )
-        first = self.step // self.config.training.reward_every * size  # nothing to remember in a checkpoint
-        rows = torch.arange(first, first + min(size, len(split)), device=split.y.device) % len(split)
-        self.optimizer.game.reward(evaluate(self.network, split.take(rows))[1])
-        self.model.train()
+        return self.optimizer.game
 
     def set_learning_rate(self) -> None:
         lr = self.config.optimizer.lr
@@ -174,6 +181,12 @@ class Trainer:
         if not isinstance(self.optimizer, OCNOpt):
             return []
         return [asdict(layer) for layer in self.optimizer.diagnostics.layers]
+
+    def alignment(self) -> Record:
+        """How many rewards the adaptive alignment has had, and the chance that each choice has now."""
+        (bandit,) = self.game().bandits.values()  # a configuration has one rule for all branches
+        chances = {f"late by {arm}": chance for arm, chance in enumerate(bandit.probabilities)}
+        return {"rounds": bandit.rounds, **chances}
 
     def is_hopeless(self) -> bool:
         """Whether the network no longer computes anything."""

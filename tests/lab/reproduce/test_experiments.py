@@ -213,4 +213,4 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unknown_experiment(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="name must be one of table1, robust, ablation, complexity, feedback"):
         reproduce("table9", Bench(tmp_path))
-    assert len(EXPERIMENTS) == 5
+    assert len(EXPERIMENTS) == 7

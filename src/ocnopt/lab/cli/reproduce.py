@@ -21,6 +21,8 @@ class Experiment(StrEnum):
     ABLATION = "ablation"
     COMPLEXITY = "complexity"
     FEEDBACK = "feedback"
+    BANDIT = "bandit"
+    MULTIPLAYER = "multiplayer"
 
 
 class Scale(StrEnum):
@@ -33,7 +35,7 @@ HELP = shared.help_text(
 
     table1: test accuracy of all optimizers. robust: learning rates that are too large for SGD. ablation: feedback on
     and off, for every baseline. complexity: run time and memory against batch size. feedback: what the policies of the
-    layers look at, as images.
+    layers look at, as images. bandit: alignment of skip connections. multiplayer: fictitious players.
 
     Writes a folder with a JSON file, a Markdown page and figures. At the quick scale it takes minutes on subsets
     of the data, and for few epochs; the page says which. The convolutional rows of table1 want a GPU even then, or
@@ -44,6 +46,8 @@ HELP = shared.help_text(
     "ocnopt reproduce ablation",
     "ocnopt reproduce complexity",
     "ocnopt reproduce feedback --data-dir /data",
+    "ocnopt reproduce bandit",
+    "ocnopt reproduce multiplayer",
     "ocnopt reproduce table1 --scale full --device cuda",
 )
 

@@ -16,6 +16,8 @@ EXPERIMENTS = {
     "ablation": "what the feedback changes for each baseline",
     "complexity": "run time and memory against batch size",
     "feedback": "what the feedback policies look at, as images",
+    "bandit": "Table III: alignment of skip connections, fixed, random and adaptive",
+    "multiplayer": "fictitious players: training and accuracy against their number",
 }
 
 

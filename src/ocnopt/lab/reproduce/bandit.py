@@ -23,7 +23,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "random": {"feedback": "nonlinear", "alignment": "random"},
     "adaptive": {"feedback": "nonlinear", "alignment": "adaptive"},
 }
-RATES = (3e-4, 1e-3, 3e-3)
+RATES = (3e-3, 1e-2, 3e-2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ class Case:
 
 
 _BLOCK = {"blocks": 1, "projection": True}
-QUICK_CASES = (Case("residual", "DIGITS", 160, 32, {**_BLOCK, "channels": 8}),)
+QUICK_CASES = (Case("residual", "DIGITS", 320, 32, {**_BLOCK, "channels": 8}),)
 FULL_CASES = (
     Case("residual", "SVHN", 1600, options=_BLOCK, paper=dict(zip(METHODS, (87.49, 88.20, 88.12, 88.33), strict=True))),
     Case("resnet18", "CIFAR10", 6000, paper=dict(zip(METHODS, (84.67, 85.20, 85.27, 85.65), strict=True))),
@@ -88,7 +88,7 @@ def run(bench: Bench) -> Finding:
 
 
 def _config(case: Case, method: str, lr: float, seed: int, bench: Bench) -> RunConfig:
-    table = {
+    table: dict[str, Any] = {
         "label": method,
         "data": {"name": case.dataset, "batch_size": case.batch_size, "validation": 0.1},
         "network": {"name": case.network, **case.options},
@@ -125,10 +125,12 @@ def _bold(text: str, best: bool) -> str:
 
 def _differences(case: Case, found: Found) -> str:
     """Seed by seed: networks that start alike and see the same batches."""
-    accuracy = {method: [*map(test_accuracy, found[case, method])] for method in METHODS}
+    test = {method: [*map(test_accuracy, found[case, method])] for method in METHODS}
     pairs = [("fixed", "EKFAC"), ("random", "fixed"), ("adaptive", "fixed"), ("adaptive", "random")]
-    gaps = {(a, b): [x - y for x, y in zip(accuracy[a], accuracy[b], strict=True)] for a, b in pairs}
-    return f"{case.title}, points gained: " + "; ".join(f"{a} over {b} {spread(g, sign='+')}" for (a, b), g in gaps.items())
+    gaps = {(a, b): [x - y for x, y in zip(test[a], test[b], strict=True)] for a, b in pairs}
+    return f"{case.title}, points gained: " + "; ".join(
+        f"{a} over {b} {spread(g, sign='+')}" for (a, b), g in gaps.items()
+    )
 
 
 def _choices(case: Case, runs: Sequence[RunFolder]) -> str:
@@ -136,7 +138,8 @@ def _choices(case: Case, runs: Sequence[RunFolder]) -> str:
     last = [run.metrics("alignment")[-1] for run in runs]
     arms = [key for key in last[0] if key.startswith("late by ")]
     chances = ", ".join(f"{arm}: {spread([record[arm] for record in last])}" for arm in arms)
-    return f"{case.title}, adaptive: the chance of each alignment at the end is {chances}, after {last[0]['rounds']} rounds."
+    rounds = last[0]["rounds"]
+    return f"{case.title}, adaptive: after {rounds} rewards the chances of the alignments are {chances}."
 
 
 def _describe(cases: Sequence[Case], bench: Bench, seeds: Sequence[int]) -> list[str]:

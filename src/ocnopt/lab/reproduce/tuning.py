@@ -25,7 +25,7 @@ def held_out_accuracy(run: RunFolder) -> float:
 
 
 def test_accuracy(run: RunFolder) -> float:
-    """Of a finished run, in percent."""
+    """Of a finished run on the test samples, in percent."""
     final = run.final()
     assert final is not None
     return 100 * float(final["test_accuracy"])
