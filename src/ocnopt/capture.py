@@ -20,6 +20,7 @@ from ocnopt.games.following import Follower
 from ocnopt.hosts import Host
 from ocnopt.records import Need, Pass, Record, Rollout, Sinks, detached, floating, versions_of
 from ocnopt.rng import RNGState
+from ocnopt.scaling import Scaling
 from ocnopt.trees import mapped, tensors
 
 
@@ -63,6 +64,8 @@ class Tape:
             model.register_forward_pre_hook(Hook(self._begin), with_kwargs=True, prepend=True),
             model.register_forward_hook(Hook(self._end), always_call=True),  # also when the model raises
         ]
+        self._scaling = Scaling(model, lambda: self.need().calls or self.need().states)
+        self._handles += self._scaling.handles
         for name, module in modules.items():
             self._handles += [
                 module.register_forward_pre_hook(Hook(self._before(name)), with_kwargs=True),
@@ -94,6 +97,13 @@ class Tape:
             for store in (record.h, record.d, record.outputs, record.origin.D):
                 store.clear()
         self.records.clear()
+        self._scaling.clear()
+
+    def rescale(self, scaler: bool) -> None:
+        """Let the adjoints follow what was done to the gradients since the backward pass, by a scaler or anybody."""
+        factor = self._scaling.factor(scaler) if self.records else None
+        for this in self.passes:
+            this.scale = factor
 
     @property
     def passes(self) -> list[Pass]:
@@ -202,33 +212,40 @@ class Tape:
         handed_out = any(t.requires_grad and t.grad_fn is None for t in floating(output))
         if handed_out:  # a hook on a leaf (a parameter, handed out as it is) would stay for ever
             output = mapped(lambda t: t.view_as(t) if t.requires_grad and t.grad_fn is None else t, output)
-        for i, t in enumerate(floating(output)):
+        outputs = floating(output)
+        keep = self._keepers(record, outputs) if any(t.requires_grad for t in outputs) else []
+        for i, t in enumerate(outputs):
             if t.requires_grad:
-                t.register_hook(self._arrival(record, i, t.detach()))
+                t.register_hook(self._arrival(record, i, keep))
                 if self._graph:
                     self._graph[-1][1].append(t.grad_fn)
         return output if handed_out else None
 
-    def _arrival(self, record: Record, i: int, out: Tensor) -> Callable[[Tensor], None]:
-        """The hook of output i. ``out`` shares its memory: an in-place activation after the layer overwrites it.
-
-        In a chain outputs are not compared, and nothing here holds on to them; a host will ask for its own.
-        """
-        add, keep = _adder(record.h, i, record.sinks), None
-        need = self.need()
-        if (need.states and not self._chain) or (need.calls and isinstance(record.module, Host)):
-            keep = self._keeper(record, i, out)
+    def _arrival(self, record: Record, i: int, keep: list[Callable[[], None]]) -> Callable[[Tensor], None]:
+        """The hook of output i."""
+        add = _adder(record.h, i, record.sinks)
 
         def hook(h: Tensor) -> None:
             if not _trains(record.sinks):
                 return
             if not record.h:
                 self.records.append(record)
+                for each in keep:
+                    each()
             add(h)
-            if keep is not None:
-                keep()
 
         return hook
+
+    def _keepers(self, record: Record, outputs: list[Tensor]) -> list[Callable[[], None]]:
+        """What keeps the outputs, those that the loss does not depend on included, once the first adjoint arrives.
+
+        In a chain outputs are not compared, and nothing here holds on to them; a host will ask for its own.
+        """
+        need = self.need()
+        if (need.states and not self._chain) or (need.calls and isinstance(record.module, Host)):
+            # detached tensors share their memory: an in-place activation after the layer overwrites them
+            return [self._keeper(record, i, t.detach()) for i, t in enumerate(outputs)]
+        return []
 
     def _keeper(self, record: Record, i: int, out: Tensor) -> Callable[[], None]:
         """Keeps the output as it was: a copy, until it is known that nobody overwrites it."""

@@ -12,25 +12,25 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from ocnopt import arguments
+from ocnopt.arrangement import Arrangement, pass_of
 from ocnopt.capture import Tape
 from ocnopt.curvature import BY_NAME, Curvature
 from ocnopt.diagnostics import Diagnostics
 from ocnopt.fallbacks import Fallbacks
 from ocnopt.games.alignment import Rules, plain, rules_of
-from ocnopt.games.game import Game, Round
-from ocnopt.games.live import Live
-from ocnopt.games.replay import verify
+from ocnopt.games.game import Game
 from ocnopt.groups import Groups
 from ocnopt.hosts import Host
 from ocnopt.linalg import without_autocast
 from ocnopt.play import Snapshot, play
-from ocnopt.players import Player, find_uses, gather, resolve
+from ocnopt.players import Player, find_uses, resolve
 from ocnopt.problem import pose
 from ocnopt.records import Need, Pass
 from ocnopt.remeasure import Remeasure
 from ocnopt.rng import RNGState
+from ocnopt.roster import Roster
+from ocnopt.scaling import unscale_
 from ocnopt.skips import Skips
-from ocnopt.stages import Stages
 from ocnopt.summary import summarise
 
 
@@ -75,6 +75,11 @@ class OCNOpt(Optimizer):
             steps between two looks at the layers, steps between two eigendecompositions, and whether eigenvalues are
             measured in the eigenbasis (EKFAC). Layers inside a Neural ODE are looked at for a refresh only.
     """
+
+    # a GradScaler hands over its scale as ``grad_scale`` and need not wait for the device to say whether it overflowed:
+    # steps with gradients that are not finite leave no trace anyway
+    _step_supports_amp_scaling = True
+    grad_scale: Tensor
 
     def __init__(
         self,
@@ -123,12 +128,8 @@ class OCNOpt(Optimizer):
         self._model: nn.Module | None = None
         self._tape: Tape | None = None
         self._unhook: weakref.finalize[..., OCNOpt] | None = None  # takes the hooks off, at the latest when this dies
-        self._roster: tuple[Any, list[Player]] | None = None
-        self._stages: Stages | None = None
-        self._assigned: tuple[Any, Stages] | None = None
-        self._game = Game()
-        self._module_order: list[str] | None = None  # where no call is recorded, the order of definition stands in
-        self._alone: dict[tuple[Player, int], Player] = {}
+        self._roster = Roster()
+        self._arrangement = Arrangement()
         self._fallbacks = Fallbacks()
         self._seated: list[Player] = []  # the players of the last step
         self._due: bool | None = None  # does any player want to see the calls of its layer? Not known after a change
@@ -153,7 +154,7 @@ class OCNOpt(Optimizer):
         except ValueError:
             del self.param_groups[before:]
             raise
-        self._roster, self._due = None, None
+        self._roster, self._due = Roster(), None
         self._hook_if_needed()
 
     # --- the model ---
@@ -166,11 +167,10 @@ class OCNOpt(Optimizer):
         if not any(id(p) in mine for p in model.parameters()):
             raise ValueError("model holds none of the parameters of this optimizer")
         self.detach()
-        self._model = self._game.model = model
+        self._model, self._arrangement = model, Arrangement(model)
         for name, module in model.named_modules():
             if isinstance(module, Host):
                 module.attached(self, name)
-        self._module_order = [name for name, _ in model.named_modules()]
         self._hook_if_needed()
 
     def detach(self) -> None:
@@ -181,9 +181,7 @@ class OCNOpt(Optimizer):
         if self._unhook is not None:
             self._unhook()
         self._unhook = None
-        self._model, self._tape, self._roster, self._stages = None, None, None, None
-        self._game = Game()
-        self._module_order = None
+        self._model, self._tape, self._roster, self._arrangement = None, None, Roster(), Arrangement()
         self._fallbacks, self._seated = Fallbacks(), []
 
     def _hook_if_needed(self) -> None:
@@ -236,8 +234,10 @@ class OCNOpt(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check()
+        if getattr(self, "grad_scale", None) is not None:
+            unscale_((p for group in self.param_groups for p in group["params"]), self.grad_scale)
         try:
-            players = self._acting()
+            players = self._roster.acting(self.param_groups, self._model, self._fallbacks)
             if players:
                 with without_autocast():
                     self._step(players, loss, closure, rng)
@@ -245,7 +245,7 @@ class OCNOpt(Optimizer):
             self._due = None
             if self._tape is not None:
                 self._tape.clear()
-        self._game.aligner.after_step(rules_of(self.param_groups[0]["alignment"]) or {})
+        self.game.aligner.after_step(rules_of(self.param_groups[0]["alignment"]) or {})
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -273,50 +273,27 @@ class OCNOpt(Optimizer):
                 raise RuntimeError(f"{why} needs the network: call attach(model) before the forward pass")
 
     def _players(self) -> list[Player]:
-        groups = self.param_groups
-        lr_pattern = tuple(next(i for i, h in enumerate(groups) if _same_rate(h["lr"], g["lr"])) for g in groups)
-        trained = tuple(p.requires_grad for g in groups for p in g["params"])
-        key = (tuple((id(g), len(g["params"]), g["curvature"]) for g in groups), lr_pattern, trained)
-        if self._roster is None or self._roster[0] != key:
-            self._roster, self._alone = (key, gather(groups, self._model)), {}
-        return self._roster[1]
-
-    def _acting(self) -> list[Player]:
-        """The players with gradients. Of a layer's block with some, each parameter that has one acts by itself."""
-        acting: list[Player] = []
-        self._fallbacks.reasons.clear()
-        for player in self._players():
-            have = [q.grad is not None for q in player.params]
-            if all(have):
-                acting.append(player)
-                continue
-            for i in (i for i, there in enumerate(have) if there):
-                alone = self._alone.setdefault((player, i), player.alone(i))
-                self._fallbacks.say(alone.name, "the rest of its layer has no gradient", "its curvature is adaptive")
-                acting.append(alone)
-        return acting
+        return self._roster.players(self.param_groups, self._model)
 
     def _step(
         self, players: list[Player], loss: Any, closure: Callable[[], float] | None, rng: RNGState | None
     ) -> None:
         group = self.param_groups[0]
-        this = self._pass()
+        this = None if self._tape is None else pass_of(self._tape, group)
         groups = self._groups(this)
         if self._tape is not None:
+            self._tape.rescale(hasattr(self, "found_inf"))
             players = self._fallbacks.players(self._tape, players, groups.rank > 1, self.state)
         self._seated = players
-        live = self._arrange(players, this, groups)
-        assert self._stages is not None
+        stages, live = self._arrangement.arrange(players, this, groups, group, self._need(), self._tape)
         if group["feedback"] == "nonlinear":
-            self._fallbacks.uncalled(
-                p for p in players if self._stages.stage_of[self._stages.seat_of[id(p)]] in self._stages.uncalled
-            )
+            self._fallbacks.uncalled(p for p in players if stages.of(p) in stages.uncalled)
         records = self._tape.records if self._tape is not None else []
         before = loss.detach() if isinstance(loss, Tensor) else loss
         if before is not None and not isinstance(before, Tensor):
             before = torch.tensor(before, dtype=torch.float64)
         with Snapshot(players, self.state) if group["feedback"] == "nonlinear" else nullcontext():
-            problem = pose(players, self._stages, records, self.state, groups, before, group["maximize"])
+            problem = pose(players, stages, records, self.state, groups, before, group["maximize"])
             self._diagnostics = play(problem, group, self._tape, this, live)
         problem.tick()
         self._count += 1
@@ -324,105 +301,18 @@ class OCNOpt(Optimizer):
         if closure is not None and before is not None and rng is not None:
             self._diagnostics.actual = Remeasure(self, closure, before, rng)
 
-    def _pass(self) -> Pass | None:
-        """The forward pass of this step, where the configuration plays on single samples or runs it again."""
-        group = self.param_groups[0]
-        if self._tape is None or group["feedback"] == "off" or (group["rank"] == 1 and group["feedback"] == "linear"):
-            return None
-        what = "feedback='nonlinear'" if group["feedback"] == "nonlinear" else f"rank={group['rank']!r}"
-        passes = self._tape.passes
-        if len(passes) > 1:
-            raise RuntimeError(
-                f"{what} needs exactly one forward pass of the attached model in each step, but {len(passes)} calls "
-                f"contributed to the gradients; call zero_grad() between steps, or use feedback='linear' with rank=1"
-            )
-        if not passes or passes[0].batch is None:
-            raise RuntimeError(
-                f"{what} needs a forward and backward pass of the attached model itself since it was asked for and "
-                f"since the last step; none was seen"
-            )
-        if group["feedback"] == "nonlinear" and passes[0].environment is None:
-            raise RuntimeError(f"{what} was asked for after the forward pass: run forward and backward again")
-        if group["feedback"] == "nonlinear" and passes[0].inputs_changed():
-            raise RuntimeError(
-                f"{what} runs the model again, but its input was changed in place since the forward pass"
-            )
-        return passes[0]
-
     def _groups(self, this: Pass | None) -> Groups:
         if this is None or this.batch is None:
             return Groups(1, 1)
         rank = self.param_groups[0]["rank"]
         return Groups(this.batch, this.batch if rank == "full" else rank)
 
-    def _order(self, this: Pass | None) -> list[str] | None:
-        if this is not None:
-            return this.order
-        if self._tape is not None and self._tape.order:
-            return self._tape.order
-        return self._module_order
-
-    def _arrange(self, players: list[Player], this: Pass | None, groups: Groups) -> Live | None:
-        """Seat the players. Where the network is going to run again stage by stage, what that needs is returned."""
-        group, game, live = self.param_groups[0], self._game, None
-        game.why_accumulated = None
-        need, tape = self._need(), self._tape
-        rules = rules_of(group["alignment"])
-        assert rules is not None
-        flow = None if tape is None else (this or tape).flow
-        chain = this is not None and this.chain
-        if chain and flow is not None:
-            game.arrange(flow, rules)
-        if chain or tape is None or group["feedback"] == "off" or not (need.flow or need.states):
-            self._stages = self._assign(players, self._order(this), None)
-            return None
-        why = "it was not seen" if flow is None else flow.unknown
-        placed = None
-        if flow is not None and why is None:
-            placed = game.arrange(flow, rules)
-            if group["feedback"] == "nonlinear" and this is not None:
-                live, why = self._follow(placed, this, groups)
-        if why is not None:
-            placed, game.why_accumulated = None, why
-            if rules != rules_of("first"):
-                raise RuntimeError(
-                    f"alignment={group['alignment']!r} needs a network that can run stage by stage, and this one "
-                    f"cannot: {why}"
-                )
-        self._stages = self._assign(players, self._order(this), placed)
-        return live
-
-    def _follow(self, placed: Round, this: Pass, groups: Groups) -> tuple[Live | None, str | None]:
-        """The rollout over the data flow of this pass, or why it must be the accumulated one."""
-        assert self._tape is not None
-        if self.param_groups[0]["state"] == "accumulated":
-            return None, "state='accumulated'"
-        why = this.fixed or placed.flow.why_fixed
-        if why is None and not placed.flow.checked:
-            verify(placed.flow, self._tape, this)
-            why = placed.flow.fixed
-        if why is not None:
-            return None, why
-        live = Live(placed.flow, placed.placement, placed.edges, self._tape, this)
-        why = live.why_not(groups)
-        return (live, None) if why is None else (None, why)
-
-    def _assign(self, players: list[Player], order: list[str] | None, placed: Round | None) -> Stages:
-        key = (tuple(players), None if order is None else tuple(order), placed)
-        if self._assigned is None or self._assigned[0] != key:
-            if placed is None or self._model is None:
-                stages = Stages.in_order(players, order)
-            else:
-                stages = Stages.placed(players, placed.placement, self._model)
-            self._assigned = key, stages
-        return self._assigned[1]
-
     # --- the game ---
 
     @property
     def game(self) -> Game:
         """The layers as players: stages, branches that can move, alignment, a drawing."""
-        return self._game
+        return self._arrangement.game
 
     # --- looking at it ---
 
@@ -439,9 +329,9 @@ class OCNOpt(Optimizer):
         split = group["feedback"] != "off" and group["rank"] != 1
         seated = {id(p.params[0]): p for p in self._seated}
         players = [seated.get(id(p.params[0]), p) for p in self._players()]
-        text = summarise(players, self._stages, split, self._fallbacks.reasons)
-        if group["feedback"] == "nonlinear" and self._game.why_accumulated is not None:
-            text += f"\nstate: accumulated layer by layer, since {self._game.why_accumulated}"
+        text = summarise(players, self._arrangement.stages, split, self._fallbacks.reasons)
+        if group["feedback"] == "nonlinear" and self.game.why_accumulated is not None:
+            text += f"\nstate: accumulated layer by layer, since {self.game.why_accumulated}"
         print(text)
         return text
 
@@ -454,7 +344,7 @@ class OCNOpt(Optimizer):
             if isinstance(group["curvature"], Curvature):
                 group["curvature"] = group["curvature"].name
             group["alignment"] = plain(group["alignment"])
-        if aligner := self._game.aligner.state_dict():
+        if aligner := self.game.aligner.state_dict():
             saved["game"] = aligner
         return saved
 
@@ -472,7 +362,7 @@ class OCNOpt(Optimizer):
                 group["curvature"] = curvature
             if plain(rule) == group["alignment"]:
                 group["alignment"] = rule  # with its reward and its bandit
-        self._game.aligner.load_state_dict(state_dict.get("game", {}))
+        self.game.aligner.load_state_dict(state_dict.get("game", {}))
         order = [i for g in state_dict["param_groups"] for i in g["params"]]
         params = [p for g in self.param_groups for p in g["params"]]
         clocks: dict[tuple[float, torch.device], Tensor] = {}
@@ -482,14 +372,9 @@ class OCNOpt(Optimizer):
                     self.state[p][key] = value.to(p.device, copy=True)
                 if key == "step":  # parameters that started together share one clock
                     self.state[p][key] = clocks.setdefault((float(value), p.device), self.state[p][key])
-        self._roster, self._due = None, None
+        self._roster, self._due = Roster(), None
         self._hook_if_needed()
 
 
 def _is_continuous(model: nn.Module) -> bool:
     return any(isinstance(module, Host) for module in model.modules())
-
-
-def _same_rate(a: float | Tensor, b: float | Tensor) -> bool:
-    """Tensors are compared by identity: their values are on the device."""
-    return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)

@@ -136,7 +136,7 @@ def _nonlinear(
     def predict(seat: int) -> Tensor:
         return -(taken[0][seat] @ weights[seat] + taken[1][seat])
 
-    measure = Measure(problem.groups, torch.full_like(problem.fractions, sign))
+    measure = Measure(problem.groups, this.scaled(torch.full_like(problem.fractions, sign)))
     if live is not None:
         return live.roll_out(problem.stages, act, predict, measure)
     follower = rollout.InOrder(this, tape.records, problem.stages, act, predict, measure)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ocnopt.environment import Autocast, Environment
 from ocnopt.games.flow import Draws, Flow
 from ocnopt.hosts import Execution
-from ocnopt.layers.base import Call
+from ocnopt.layers.base import Call, compute_dtype
 from ocnopt.rng import RNGState
 from ocnopt.trees import mapped, tensors
 
@@ -51,6 +51,7 @@ class Pass:
     output_versions: list[int] = field(default_factory=list)
     D: dict[int, Tensor] = field(default_factory=dict)  # ∂L/∂x_K, by output
     sinks: list[Any] = field(default_factory=list)
+    scale: Tensor | None = None  # the factor by which adjoints are to be multiplied, if any
     mixed: frozenset[str] = frozenset()  # modules whose dimension 0 only has the size of the batch
 
     def inputs_changed(self) -> bool:
@@ -64,7 +65,13 @@ class Pass:
         if len(outputs) != len(self.outputs) or self.outputs_changed():
             return None
         terms = [(D.double() * (outputs[i].double() - self.outputs[i].double())).sum() for i, D in self.D.items()]
-        return torch.stack(terms).sum() if terms else None
+        return self.scaled(torch.stack(terms).sum()) if terms else None
+
+    def scaled(self, adjoint: Tensor) -> Tensor:
+        """An adjoint in the scale of the gradients."""
+        if self.scale is None:
+            return adjoint
+        return adjoint.to(compute_dtype(adjoint.dtype)) * self.scale.to(adjoint.device)
 
 
 @dataclass
@@ -97,11 +104,13 @@ class Record:
 
     def execution(self) -> Execution:
         """As the host sees it that the record is about."""
-        return Execution(self.args, self.kwargs, self.outputs, self.h, self.autocast)
+        h = {i: self.origin.scaled(h) for i, h in self.h.items()}
+        return Execution(self.args, self.kwargs, self.outputs, h, self.autocast)
 
     def call(self) -> Call:
         """As the layer's adapter sees it. Only for records whose (first) output an adjoint arrived at."""
-        return Call(self.module, self.args, self.kwargs, self.h[0], self.rng, self.training, self.autocast)
+        h = self.origin.scaled(self.h[0])
+        return Call(self.module, self.args, self.kwargs, h, self.rng, self.training, self.autocast)
 
     def has_rows(self) -> bool:
         """Has dimension 0 of input and output the size of the batch?"""

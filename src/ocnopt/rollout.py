@@ -30,7 +30,7 @@ class Measure:
     """Σ⟨adjoint, δ⟩ by group of samples."""
 
     groups: Groups
-    sign: Tensor  # [r], −1 where the loss is maximised
+    sign: Tensor  # [r], −1 where the loss is maximised; times what the adjoints are to be multiplied by
 
     def zero(self) -> Tensor:
         return torch.zeros_like(self.sign)

@@ -1,0 +1,117 @@
+"""Mixed precision with a GradScaler, and clipping: adjoints follow what happens to ``p.grad`` after backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.toys import assert_identical, batches, mlp, name_of, values
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from ocnopt import OCNOpt
+
+GAMES: list[dict[str, Any]] = [
+    {"curvature": curvature, "feedback": feedback, "rank": rank}
+    for curvature in ("identity", "adaptive", "kronecker")
+    for feedback, rank in (("linear", 1), ("linear", 3), ("nonlinear", 1), ("nonlinear", "full"))
+]
+games = pytest.mark.parametrize("game", GAMES, ids=name_of)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) + self.body(0.5 * x)
+
+
+def make(game: dict[str, Any], branching: bool = False) -> tuple[nn.Module, OCNOpt]:
+    torch.manual_seed(0)
+    model = (Residual() if branching else mlp()).double()
+    return model, OCNOpt(model.parameters(), 0.05, model=model, damping=0.1, clamp=False, **game)
+
+
+@games
+@pytest.mark.parametrize("branching", [False, True], ids=["chain", "branches"])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_scaler_changes_nothing(game: dict[str, Any], branching: bool, unscale: bool) -> None:
+    """Its factors are powers of two, so not even a bit."""
+    (model, opt), (twin, its) = make(game, branching), make(game, branching)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
+    for x, y in batches(4):
+        opt.zero_grad()
+        cross_entropy(model(x), y).backward()
+        opt.step()
+        its.zero_grad()
+        scaler.scale(cross_entropy(twin(x), y)).backward()
+        if unscale:
+            scaler.unscale_(its)
+        scaler.step(its)
+        scaler.update()
+    assert scaler.get_scale() == 2.0**14
+    for a, b in zip(values(model), values(twin), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(opt.diagnostics.s, its.diagnostics.s, rtol=1e-10, atol=1e-13)
+
+
+@games
+def test_an_overflow_is_skipped_without_harm(game: dict[str, Any]) -> None:
+    model, opt = make(game)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    data = batches(3)
+    for i, (x, y) in enumerate(data):
+        opt.zero_grad()
+        factor = float("inf") if i == 1 else 1.0
+        scaler.scale(factor * cross_entropy(model(x), y)).backward()
+        before = [t.clone() for t in values(model)], {k: v.clone() for k, v in flat(opt).items()}
+        scaler.step(opt)
+        scaler.update()
+        if i == 1:
+            assert_identical(values(model), before[0])
+            assert_identical(flat(opt), before[1])
+    assert scaler.get_scale() == 2.0**11
+    twin, its = make(game)
+    for x, y in data[::2]:
+        its.zero_grad()
+        cross_entropy(twin(x), y).backward()
+        its.step()
+    for a, b in zip(values(model), values(twin), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def flat(opt: OCNOpt) -> dict[str, Tensor]:
+    return {f"{i} {k}": v for i, own in enumerate(opt.state.values()) for k, v in own.items() if isinstance(v, Tensor)}
+
+
+@games
+def test_clipping_by_norm_is_a_smaller_loss(game: dict[str, Any]) -> None:
+    (model, opt), (twin, its) = make(game), make(game)
+    x, y = batches(1)[0]
+    cross_entropy(model(x), y).backward()
+    total = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    opt.step()
+    assert total > 0.1
+    (cross_entropy(twin(x), y) * 0.1 / (total + 1e-6)).backward()
+    its.step()
+    for a, b in zip(values(model), values(twin), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_half_precision_adjoints_do_not_underflow() -> None:
+    """Unscaled they would be zero in float16."""
+    torch.manual_seed(0)
+    model = mlp().float()
+    opt = OCNOpt(model.parameters(), 0.05, model=model, rank="full", curvature="identity", feedback="linear")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    x, y = batches(1)[0]
+    with torch.autocast("cpu", torch.float16):
+        loss = 1e-6 * cross_entropy(model(x.float()).float(), y)
+    scaler.scale(loss).backward()
+    scaler.step(opt)
+    kernels = opt.diagnostics.kernels.K.diagonal(dim1=1, dim2=2)
+    assert (kernels > 0).all()
+    assert kernels.max() < 1e-8  # of the loss itself, and not of the scaled one
