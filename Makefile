@@ -33,8 +33,9 @@ digits: $(STAMP) ## the example: accuracy on the digits data against the learnin
 
 test: lint types fast ## everything that must pass before a change is merged
 
+# One process a core, one thread a process: the tests are many and small.
 fast: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not gpu"
 
 lint: $(STAMP) ## style and formatting (ruff)
 	$(BIN)/ruff check .

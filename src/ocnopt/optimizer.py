@@ -22,6 +22,7 @@ from ocnopt.games.game import Game
 from ocnopt.groups import Groups
 from ocnopt.hosts import Host
 from ocnopt.linalg import without_autocast
+from ocnopt.memory import usage
 from ocnopt.play import Snapshot, play
 from ocnopt.players import Player, find_uses, resolve
 from ocnopt.problem import pose
@@ -334,6 +335,12 @@ class OCNOpt(Optimizer):
             text += f"\nstate: accumulated layer by layer, since {self.game.why_accumulated}"
         print(text)
         return text
+
+    def memory_usage(self) -> dict[str, int]:
+        """Bytes held now, by category. ``"tape"`` is what the hooks have kept since the last step, inputs and adjoints
+        of layers, and is gone after the next one; all else is state.
+        """
+        return usage(self.state, self._tape)
 
     # --- checkpoints ---
 

@@ -128,3 +128,30 @@ def test_the_optimizer_lets_go_of_a_detached_model() -> None:
     del model
     gc.collect()  # modules refer to themselves in cycles of their own
     assert gone() is None
+
+
+def test_memory_usage_by_category() -> None:
+    model = mlp()
+    count = sum(p.numel() for p in model.parameters())
+    size = next(model.parameters()).element_size()
+    opt = OCNOpt(model.parameters(), model=model)
+    assert opt.memory_usage() == {}
+    train(model, opt, batches(1))
+    used = opt.memory_usage()
+    assert used == {"momentum": size * count, "adaptive curvature": size * count, "other state": 4}  # one clock
+
+
+def test_memory_usage_of_the_tape_and_of_factors() -> None:
+    model = mlp()
+    opt = OCNOpt(model.parameters(), model=model, curvature="kronecker", feedback="nonlinear", momentum=0.0)
+    x, y = batches(1)[0]
+    backward(model, x, y)
+    sizes = [m.in_features + m.out_features for m in model.modules() if isinstance(m, nn.Linear)]
+    # input and adjoint of every layer, its gradient at the input but for the first, and what the model returned
+    assert opt.memory_usage()["tape"] >= x.element_size() * len(x) * sum(sizes)
+    opt.step()
+    used = opt.memory_usage()
+    assert set(used) == {"Kronecker factors", "eigenbases", "other state"}
+    layers = [(m.in_features + 1, m.out_features) for m in model.modules() if isinstance(m, nn.Linear)]
+    assert used["Kronecker factors"] == x.element_size() * sum(a * a + c * c for a, c in layers)
+    assert used["eigenbases"] == x.element_size() * sum(a * a + c * c + a * c for a, c in layers)
