@@ -10,23 +10,27 @@ from torch import Tensor
 
 from ocnopt.capture import Tape
 from ocnopt.environment import Environment
+from ocnopt.layers.base import compute_dtype
 from ocnopt.records import Pass, Rollout
 from ocnopt.trees import mapped
 
+#: module, which call of it, which tensor of the call
+Place = tuple[str, int, str]
 
-class _Seen(Rollout):
-    """Keeps the first input and the outputs of every module call."""
 
-    def __init__(self) -> None:
-        self.tensors: dict[tuple[str, int, str], Tensor] = {}
+class _Looking(Rollout):
+    """Shows the first input and the outputs of every module call to ``look``."""
+
+    def __init__(self, look: Callable[[Place, Tensor], None]) -> None:
+        self.look = look
 
     def before(self, name: str, occurrence: int, inputs: list[Tensor]) -> None:
         if inputs:
-            self.tensors[name, occurrence, "input"] = inputs[0].clone()  # it may be overwritten later
+            self.look((name, occurrence, "input"), inputs[0])
 
     def after(self, name: str, occurrence: int, outputs: list[Tensor]) -> None:
         for i, t in enumerate(outputs):
-            self.tensors[name, occurrence, f"output {i}"] = t.clone()
+            self.look((name, occurrence, f"output {i}"), t)
 
 
 def mixed_layers(tape: Tape, this: Pass) -> frozenset[str]:
@@ -42,31 +46,42 @@ def mixed_layers(tape: Tape, this: Pass) -> frozenset[str]:
     environment = Environment.capture(tape.model)
     environment.autocast = this.autocast or environment.autocast
 
-    def run(exchange: Callable[[Tensor], Tensor]) -> dict[tuple[str, int, str], Tensor]:
+    def run(exchange: Callable[[Tensor], Tensor], look: Callable[[Place, Tensor], None]) -> None:
         def exchanged(t: Tensor) -> Tensor:
             return exchange(t) if t.shape[:1] == (batch,) else t.clone()  # the model may overwrite its input
 
         args, kwargs = mapped(exchanged, (this.args, this.kwargs))
-        tape.rollout = seen = _Seen()
+        tape.rollout = _Looking(look)
         try:
             with environment.repeated():
                 tape.model.eval()
                 tape.model(*args, **kwargs)
         finally:
             tape.rollout = None
-        return seen.tensors
+
+    straight: dict[Place, Tensor] = {}
+    following: set[Place] = set()
+
+    def keep(place: Place, t: Tensor) -> None:
+        if t.shape[:1] == (batch,):
+            straight[place] = t.clone()  # it may be overwritten later
+
+    def compare(follows: Callable[[Tensor, Tensor], bool]) -> Callable[[Place, Tensor], None]:
+        def look(place: Place, t: Tensor) -> None:  # at once: one pass in memory is enough
+            if place in straight and place not in following and follows(straight[place], t):
+                following.add(place)
+
+        return look
 
     try:
-        straight, rolled, one = run(Tensor.clone), run(_roll), run(_replace_first)
+        run(Tensor.clone, keep)
+        run(_roll, compare(_rolls))
+        run(_replace_first, compare(_stays_apart))
     except Exception as error:  # whatever the model objects to, the step goes on
         why = f"the model does not run with its samples exchanged ({type(error).__name__}: {error})"
         warnings.warn(f"{why}, so no layer is taken to keep them in dimension 0", stacklevel=2)
         return frozenset(this.order)
-    return frozenset(
-        place[0]
-        for place, x in straight.items()
-        if x.shape[:1] == (batch,) and not (_rolls(x, rolled.get(place)) or _stays_apart(x, one.get(place)))
-    )
+    return frozenset(place[0] for place in straight if place not in following)
 
 
 def _roll(t: Tensor) -> Tensor:
@@ -77,23 +92,23 @@ def _replace_first(t: Tensor) -> Tensor:
     return torch.cat([t[-1:], t[1:]])
 
 
-def _rolls(x: Tensor, y: Tensor | None) -> bool:
+def _rolls(x: Tensor, y: Tensor) -> bool:
     return _same(_roll(x), y)
 
 
-def _stays_apart(x: Tensor, y: Tensor | None) -> bool:
+def _stays_apart(x: Tensor, y: Tensor) -> bool:
     """Has the first row changed, and nothing else?"""
-    if y is None or x.shape != y.shape or not _same(x[1:], y[1:]):
+    if x.shape != y.shape or not _same(x[1:], y[1:]):
         return False
     return not torch.equal(x[0].nan_to_num(), y[0].nan_to_num())
 
 
-def _same(x: Tensor, y: Tensor | None) -> bool:
-    if y is None or x.shape != y.shape:
+def _same(x: Tensor, y: Tensor) -> bool:
+    if x.shape != y.shape:
         return False
     if not x.is_floating_point():
         return torch.equal(x, y)
     if not torch.equal(x.isfinite(), y.isfinite()):  # a bad batch is probed like any other
         return False
-    x, y = (t.double().nan_to_num(0.0, 0.0, 0.0) for t in (x, y))
+    x, y = (t.to(compute_dtype(t.dtype)).nan_to_num(0.0, 0.0, 0.0) for t in (x, y))
     return bool((x - y).abs().max() <= 1e-2 * x.abs().max()) if x.numel() else True

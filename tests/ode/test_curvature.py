@@ -302,12 +302,13 @@ def test_second_moments_are_those_of_single_samples() -> None:
 
 def test_batch_statistics_and_random_numbers_are_left_alone() -> None:
     torch.manual_seed(0)
-    field = TimeSequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh()).double()
+    field = TimeSequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.2), nn.Tanh()).double()
     model = network(NeuralODE(field, solver="rk4", options={"step_size": 0.5}))
     opt = optimizer(model)
     loss_of(model, batch(B)).backward()
-    count, mean = field[1].num_batches_tracked.clone(), field[1].running_mean.clone()
+    count, mean, random = field[1].num_batches_tracked.clone(), field[1].running_mean.clone(), torch.get_rng_state()
     opt.step()
+    assert torch.equal(random, torch.get_rng_state())
     assert model[2].nfe.curvature > 0
     assert torch.equal(count, field[1].num_batches_tracked)
     assert torch.equal(mean, field[1].running_mean)

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from ocnopt.bucket import Bucket
     from ocnopt.players import Player
 
-#: inputs and adjoints, or gradients of samples, that are formed at a time, in numbers (16 MiB in float32): the windows
+#: inputs and adjoints, or gradients of samples, that are formed at a time, in numbers (4 MiB in float32): the windows
 #: of a convolution are many times larger than its input
-_CHUNK = 1 << 22
+_CHUNK = 1 << 20
 #: a window of a convolution is hardly ever larger
 _WINDOW = 64
 
@@ -175,10 +175,12 @@ class Inputs:
         self.adapter, self.calls, self.ok, self.scale = adapter, calls, ok, scale
         self.batch, self.positions, self.step = calls[0].batch, 0.0, calls[0].batch
         self._whole: tuple[Tensor, Tensor] | None = None
-        small = sum(call.x.numel() + call.h.numel() for call in calls) * _WINDOW <= _CHUNK
+        held = sum(call.x.numel() + call.h.numel() for call in calls)
+        small = held * _WINDOW <= _CHUNK
         self.like = self._part(0, self.batch if small else 1)  # some samples
         if not small:
-            self.step = max(1, _CHUNK // max(1, sum(v.numel() for v in self.like)))
+            piece = max(_CHUNK, held // len(calls))  # as much as a call holds anyway: no linear layer is cut up
+            self.step = max(1, piece // max(1, sum(v.numel() for v in self.like)))
         if self.step >= self.batch:
             self._whole = self.like if small else self._part(0, self.batch)
 
@@ -226,7 +228,7 @@ def _squares(x: Tensor, h: Tensor, U_A: Tensor, U_C: Tensor) -> Tensor:
     if T == 1:  # the square of a product is the product of squares
         return torch.einsum("bgtc,bgta->gca", (h @ U_C).square(), (x @ U_A).square())
     total = x.new_zeros(g, c, a)
-    step = max(1, _CHUNK // max(1, g * c * a))
+    step = max(8, _CHUNK // max(1, g * c * a))
     for i in range(0, B, step):  # a sample's gradient has c rows to rotate, its inputs have T
         total += (U_C.mT @ (h[i : i + step].mT @ x[i : i + step]) @ U_A).square().sum(0)
     return total
