@@ -4,9 +4,9 @@
     python benchmarks/ode.py --device cuda --rounds 20 --json ode.json
 
 Networks and batch sizes of the paper's three applications, on random data of their shapes: images (28×28, batch 128),
-time series (6 observations of 9 channels, batch 128) and a flow (FFJORD in two dimensions, batch 128). The contenders take
-turns. A refresh of the curvature is timed by itself and spread over the steps between two of them, so that no hundred
-steps have to be waited for.
+time series (6 observations of 9 channels, batch 128) and a flow (FFJORD in two dimensions, batch 128). The contenders
+take turns. A refresh of the curvature is timed by itself and spread over the steps between two of them, so that no
+hundred steps have to be waited for.
 """
 
 from __future__ import annotations
