@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markdown import Markdown
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from ocnopt.lab.cli import shared
 from ocnopt.lab.pool import default_workers
 from ocnopt.lab.world import find_device
+
+if TYPE_CHECKING:
+    from ocnopt.lab.reproduce.bench import Count, Tell
 
 
 class Experiment(StrEnum):
@@ -93,21 +100,30 @@ def command(
             epochs=epochs,
             train_limit=train_limit,
             only=tuple(only or ()),
-            tell=_silent if json_output else _tell,
         )
-        finding = reproduce(experiment.value, bench)
+        with _progress(quiet=json_output) as (tell, count):
+            finding = reproduce(experiment.value, replace(bench, tell=tell, count=count))
     if json_output:
-        document = {"title": finding.title, "scale": scale.value, "setting": list(finding.setting)}
-        shared.print_json({**document, "data": finding.data, "folder": str(folder)})
+        shared.print_json({"scale": scale.value, **finding.document(), "folder": str(folder)})
         return
     Console().print(Markdown(finding.markdown().partition("\n![")[0]))
     for file in (f"{experiment.value}.md", f"{experiment.value}.json", *finding.figures):
         typer.echo(str(folder / file))
 
 
-def _tell(line: str) -> None:
-    shared.progress_console.print(line, markup=False, highlight=False)
+@contextmanager
+def _progress(*, quiet: bool) -> Iterator[tuple[Tell, Count]]:
+    """A line for everything that is done, and below them a bar where there is a terminal to show it."""
+    console = shared.progress_console
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
+        bar = progress.add_task("", total=None)
 
+        def tell(line: str) -> None:
+            if not quiet:
+                console.print(line, markup=False, highlight=False)
 
-def _silent(line: str) -> None:
-    pass
+        def count(what: str, done: float, total: int) -> None:
+            progress.update(bar, description=f"{what}: {int(done)} of {total}", completed=done, total=total)
+
+        yield tell, count

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -62,29 +63,20 @@ def draw_table(path: Path, rows: Sequence[Row], found: Mapping[str, Sequence[Lin
 def draw_curves(
     path: Path, panels: Mapping[str, str], curves: Mapping[tuple[str, str], Sequence[Sequence[float]]]
 ) -> None:
-    """A panel per dataset: the mean over seeds of the smoothed training loss, and its range.
+    """A panel per dataset: the median over seeds of the smoothed training loss, and its range.
 
-    A curve leaves the panel at four times the loss it begins with, and ends where one of its runs is no longer finite.
+    A run that ends early or is no longer finite counts as one with a loss beyond all bounds from there on, and a cross
+    at the upper edge shows where: the median leaves the panel when most runs do. The panel ends at four times the loss
+    that the curves begin with.
     """
-    import numpy as np
-
     with figure(path, 1, len(panels), 4.0, 3.2) as axes:
         for ax, (dataset, title) in zip(axes[0], panels.items(), strict=True):
             methods = [method for name, method in curves if name == dataset]
+            losses = [loss for method in methods for run in curves[dataset, method] for loss in run if isfinite(loss)]
+            low, high = (0.8 * min(losses), min(1.2 * max(losses), 4 * losses[0])) if losses else (0.1, 10.0)
+            longest = max(len(run) for method in methods for run in curves[dataset, method])
             for method, color in zip(methods, ("#4477aa", "#ee6677", "#ccbb44", "#228833"), strict=False):
-                runs = curves[dataset, method]
-                longest = max(map(len, runs))
-                values = np.full((len(runs), longest), np.nan)
-                for line, run in zip(values, runs, strict=True):
-                    line[: len(run)] = run
-                window = max(1, longest // 25)
-                smooth = np.array([np.convolve(line, np.ones(window) / window, "valid") for line in values])
-                steps = np.arange(window, longest + 1)
-                ax.plot(steps, smooth.mean(0), color=color, label=method)
-                ax.fill_between(steps, smooth.min(0), smooth.max(0), color=color, alpha=0.2, lw=0)
-            losses = [loss for method in methods for run in curves[dataset, method] for loss in run]
-            low = 0.8 * float(np.nanmin(losses))
-            high = min(1.2 * float(np.nanmax(losses)), 4 * losses[0])
+                _draw_runs(ax, method, curves[dataset, method], longest, color, high)
             ax.set_yscale("log")
             ax.set_ylim(low, high)
             _write_plain_numbers(ax)
@@ -95,21 +87,47 @@ def draw_curves(
         axes[0][0].legend(fontsize=8)
 
 
+def _draw_runs(ax: Any, method: str, runs: Sequence[Sequence[float]], longest: int, color: str, high: float) -> None:
+    import numpy as np
+
+    values = np.full((len(runs), longest), np.inf)
+    for line, run in zip(values, runs, strict=True):
+        finite = next((i for i, loss in enumerate(run) if not isfinite(loss)), len(run))
+        line[:finite] = run[:finite]
+        if finite < longest:
+            ax.plot(finite, high, "x", color=color, ms=8, clip_on=False, zorder=3)
+    window = max(1, longest // 25)
+    smooth = np.array([np.convolve(line, np.ones(window) / window, "valid") for line in values])
+    smooth = smooth.clip(max=100 * high)  # beyond the panel, and still a number that can be drawn
+    steps = np.arange(window, longest + 1)
+    ax.plot(steps, np.median(smooth, 0), color=color, label=method)
+    ax.fill_between(steps, smooth.min(0), smooth.max(0), color=color, alpha=0.2, lw=0)
+
+
 def draw_heat_map(
-    path: Path, rows: Sequence[str], columns: Sequence[str], values: Mapping[tuple[str, str], float]
+    path: Path,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    values: Mapping[tuple[str, str], float],
+    doubtful: Collection[tuple[str, str]] = (),
 ) -> None:
-    """Red is better with feedback, blue is worse; the number is in the cell."""
-    table = [[values[row, column] for column in columns] for row in rows]
+    """Red is better with feedback, blue is worse; the number is in the cell. Doubtful cells are hatched instead."""
+    from matplotlib.patches import Rectangle
+
+    table = [[0.0 if (row, column) in doubtful else values[row, column] for column in columns] for row in rows]
     limit = max(1e-9, *(abs(value) for line in table for value in line))
     with figure(path, 1, 1, 1.2 * len(columns) + 2.6, 0.55 * len(rows) + 1.2) as axes:
         ax = axes[0][0]
         ax.imshow(table, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
         ax.set_xticks(range(len(columns)), columns)
         ax.set_yticks(range(len(rows)), rows)
-        for i, line in enumerate(table):
-            for j, value in enumerate(line):
-                color = "white" if abs(value) > 0.6 * limit else "black"
-                ax.text(j, i, f"{value:+.2f}", ha="center", va="center", color=color)
+        for i, row in enumerate(rows):
+            for j, column in enumerate(columns):
+                text, color = f"{values[row, column]:+.2f}", "white" if abs(table[i][j]) > 0.6 * limit else "black"
+                if (row, column) in doubtful:
+                    text, color = f"[{text}]", "#666666"
+                    ax.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, hatch="//", ec="#cccccc", lw=0))
+                ax.text(j, i, text, ha="center", va="center", color=color)
         ax.set_title("change of test accuracy with feedback, %", fontsize=10)
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
-from ocnopt.lab.config import RunConfig, parse_run
+from ocnopt.lab.config import DataConfig, RunConfig, parse_run
 from ocnopt.lab.reproduce import figures
 from ocnopt.lab.reproduce.bench import Bench, Finding
+from ocnopt.lab.reproduce.tuning import losses, spread, test_accuracy
+from ocnopt.lab.reproduce.verdict import deviation, exceeds, guess_rate, has_learned
 from ocnopt.lab.runs import RunFolder
-from ocnopt.lab.schema import ConfigError
 
 # All take plain gradient steps, without momentum or preconditioning, at the same rate: only the feedback differs.
 _PLAIN = {"curvature": "identity", "momentum": 0.0, "ema": False}
@@ -51,15 +53,13 @@ CASES = (
 
 def run(bench: Bench) -> Finding:
     """Train with every method and seed; compare the curves of the training loss."""
-    cases = [case for case in CASES if bench.chosen(case.network, case.dataset)]
-    if not cases:
-        raise ConfigError(f"only must name some of {', '.join(f'{c.network}-{c.dataset}'.lower() for c in CASES)}")
+    cases = bench.select(CASES)
     seeds = bench.seeds(quick=3, full=5)
     places = [(case, method) for case in cases for method in METHODS]
     runs = iter(bench.train([_config(*place, seed, bench) for place in places for seed in seeds]))
     found = {place: [next(runs) for _ in seeds] for place in places}
     figure = bench.folder / "robust.png"
-    curves = {(case.dataset, method): [_curve(run) for run in runs] for (case, method), runs in found.items()}
+    curves = {(case.dataset, method): [losses(run) for run in runs] for (case, method), runs in found.items()}
     figures.draw_curves(figure, {case.dataset: f"{case.dataset}, lr = {case.lr:g}" for case in cases}, curves)
     return Finding(
         title="Training at large learning rates",
@@ -70,11 +70,12 @@ def run(bench: Bench) -> Finding:
         ],
         headings=("dataset, network, learning rate", "method", "train loss, last epoch", "test accuracy %", "diverged"),
         rows=[_cells(case, method, runs) for (case, method), runs in found.items()],
+        verdict=" ".join(_verdict(case, found, guess_rate(bench.load(_data(case, bench)))) for case in cases),
         remarks=[
             "Mean ± standard deviation over seeds. The paper shows curves and no numbers: there SGD makes no stable "
             "progress at these rates and OCNOpt converges on all three datasets."
         ],
-        figures={figure.name: "Training loss against steps, mean and range over seeds"},
+        figures={figure.name: "Training loss against steps, median and range over seeds; × is a run that diverged"},
     )
 
 
@@ -90,32 +91,45 @@ def _config(case: Case, method: str, seed: int, bench: Bench) -> RunConfig:
     return parse_run(bench.resized(table))
 
 
-def _curve(run: RunFolder) -> list[float]:
-    """The loss before each step; NaN where it was not finite."""
-    return [float("nan") if record["loss"] is None else record["loss"] for record in run.metrics("step")]
+def _data(case: Case, bench: Bench) -> DataConfig:
+    return _config(case, "SGD", bench.seed, bench).data
+
+
+def _verdict(case: Case, found: Mapping[tuple[Case, str], Sequence[RunFolder]], guess: float) -> str:
+    """Rank 1, which is the paper's method, against SGD."""
+    sgd, ours = ([*map(test_accuracy, found[case, method])] for method in ("SGD", "OCNOpt"))
+    numbers = f"{spread(ours)} % against {spread(sgd)} %"
+    fails, learns = not has_learned(sgd, guess), has_learned(ours, guess)
+    gap = mean(ours) - mean(sgd)
+    if not learns:
+        text = "unlike in the paper, OCNOpt does not learn at this rate"
+    elif fails:
+        text = "as in the paper, OCNOpt learns and SGD does not"
+    elif not exceeds(gap, deviation(sgd), deviation(ours)):
+        text = "unlike in the paper, SGD learns too, and the two are within the deviation of each other"
+    else:
+        text = f"unlike in the paper, SGD learns too; OCNOpt is {'better' if gap > 0 else 'worse'}"
+    return f"{case.dataset}: {text} ({numbers})."
 
 
 def _cells(case: Case, method: str, runs: list[RunFolder]) -> list[str]:
     finals = [final for run in runs if (final := run.final()) is not None]
-    losses = [final["train_loss"] for final in finals if final["train_loss"] is not None]
-    loss = _spread(losses, 3) if len(losses) == len(finals) else "not finite"
-    accuracy = _spread([100 * final["test_accuracy"] for final in finals], 2)
+    finite = [final["train_loss"] for final in finals if final["train_loss"] is not None]
+    loss = spread(finite, 3) if len(finite) == len(finals) else "not finite"
+    accuracy = spread([*map(test_accuracy, runs)])
     diverged = sum(final["diverged"] for final in finals)
     place = f"{case.dataset}, {case.network}, {case.lr:g}"
     return [place, method, loss, accuracy, f"{diverged} of {len(finals)}"]
-
-
-def _spread(values: list[float], digits: int) -> str:
-    text = f"{mean(values):.{digits}f}"
-    return text if len(values) < 2 else f"{text} ± {stdev(values):.{digits}f}"
 
 
 def _describe(cases: list[Case], bench: Bench, seeds: tuple[int, ...]) -> list[str]:
     sentences = [f"Scale: {bench.scale}. Seeds {', '.join(map(str, seeds))}. No momentum, no preconditioning."]
     for case in cases:
         config = _config(case, "SGD", seeds[0], bench)
-        limit = f", {config.data.train_limit} training samples" if config.data.train_limit else ""
         options = "".join(f", {key} = {value}" for key, value in config.network.options.items())
         epochs = config.training.epochs
-        sentences.append(f"{case.dataset}, {case.network}: {epochs} epochs, batch {case.batch_size}{limit}{options}.")
+        samples = bench.samples(config.data)
+        sentences.append(
+            f"{case.dataset}, {case.network}{options}: {samples}, {epochs} epochs, batch {case.batch_size}."
+        )
     return sentences
