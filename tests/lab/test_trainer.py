@@ -128,7 +128,7 @@ def test_ocnopt_says_what_its_layers_did() -> None:
     memory = run(small_run({"name": "ocnopt"}))[1]
     first, second = memory.of("layers")
     assert (first["step"], second["step"]) == (6, 12)
-    keys = {"name", "trace", "w_min", "w_max", "s", "clamped", "projections"}
+    keys = {"name", "stage", "trace", "w_min", "w_max", "s", "clamped", "projections"}
     assert all(set(layer) == keys for layer in first["layers"])
     assert [layer["name"] for layer in first["layers"]] == ["1", "3", "5"]
     assert all(0 <= layer["w_min"] <= layer["w_max"] <= 1 for layer in second["layers"])
