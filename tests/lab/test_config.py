@@ -36,7 +36,7 @@ WRONG: list[tuple[Change, str]] = [
     (put("data", drop_last=1), "data.drop_last must be true or false, got 1"),
     (lambda t: t["data"].pop("name"), "data.name is missing: it must be a text"),
     (put("data", name="MMIST"), "data.name: There is no dataset named 'MMIST'"),
-    (put("data", name="Circle"), "data.name: Circle has no classes"),
+    (put("data", name="Circle"), "data.name: Circle has no classes, and fcn classifies"),
     (put("data", name="Genesis"), "network.name must be gpt for text, got 'fcn'"),
     (put("data", block_length=8), "data.block_length is for text, and WINE is none"),
     (put("data", name="Genesis", block_length=0), "data.block_length must be a whole number ≥ 1, got 0"),

@@ -8,16 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from ocnopt.lab.models import NETWORKS, READ_TEXT, BasicBlock, InceptionBlock, ResidualBlock, build
+from ocnopt.lab.models import NETWORKS, BasicBlock, InceptionBlock, ResidualBlock, build
 
 IMAGE = (3, 32, 32)
+NO_IMAGE = {"gpt": (16,), "ode_rnn": (12, 4), "ffjord": (5,)}
 
 
 def kinds(model: nn.Module, *types: type[nn.Module]) -> list[nn.Module]:
     return [m for m in model.modules() if isinstance(m, types)]
 
 
-@pytest.mark.parametrize("name", [name for name in NETWORKS if name not in READ_TEXT])
+@pytest.mark.parametrize("name", [name for name in NETWORKS if name not in NO_IMAGE])
 @pytest.mark.parametrize("shape", [(1, 28, 28), IMAGE], ids=str)
 def test_every_network_maps_a_batch_to_logits(name: str, shape: tuple[int, ...]) -> None:
     assert build(name, shape, 7)(torch.randn(2, *shape)).shape == (2, 7)
@@ -25,7 +26,7 @@ def test_every_network_maps_a_batch_to_logits(name: str, shape: tuple[int, ...])
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_seed_alone_decides_the_weights(name: str) -> None:
-    shape = (16,) if name in READ_TEXT else IMAGE
+    shape = NO_IMAGE.get(name, IMAGE)
     torch.manual_seed(1)
     first = build(name, shape, 10, seed=5).state_dict()
     torch.manual_seed(2)
@@ -165,7 +166,7 @@ def test_basic_block_adds_the_skip_before_the_last_relu() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("mlp", (4,), 2), "name must be one of fcn, cnn, residual, resnet18, inception, vit, gpt; got 'mlp'"),
+        (("mlp", (4,), 2), "name must be one of fcn, cnn, residual, resnet18, inception, vit, gpt, conv_ode, ode_rnn, ffjord; got 'mlp'"),
         (("fcn", (), 2), "input_shape must hold positive sizes"),
         (("fcn", (4,), 0), "classes must be at least 1; got 0"),
         (("cnn", (64,), 10), r"input_shape must be \(channels, height, width\)"),
@@ -178,7 +179,7 @@ def test_bad_arguments_are_named(arguments: tuple, message: str) -> None:
 
 
 def test_bad_options_are_named() -> None:
-    with pytest.raises(ValueError, match="activation must be one of relu, tanh; got 'gelu'"):
+    with pytest.raises(ValueError, match="activation must be one of relu, tanh, softplus; got 'gelu'"):
         build("fcn", (4,), 2, activation="gelu")
     with pytest.raises(ValueError, match="projection must not be False where the shape changes"):
         ResidualBlock(4, 8, projection=False)

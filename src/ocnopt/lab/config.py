@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ocnopt.lab.data import find_entry
-from ocnopt.lab.models import NETWORKS, READ_TEXT
+from ocnopt.lab.models import DENSITIES, NETWORKS, READ_SERIES, READ_TEXT
 from ocnopt.lab.optimizers import OptimizerConfig, read_optimizer
 from ocnopt.lab.schema import (
     ConfigError,
@@ -56,12 +56,15 @@ class DataConfig:
 
     Attributes:
         batch_size: samples per step, over all processes together.
-        train_limit, test_limit: only the first so many samples.
+        train_limit, test_limit: only so many samples, drawn class by class in the proportions of the whole.
         validation: the fraction of the training samples that is held out and evaluated beside the test samples.
         split_seed: of the split into train and test where the dataset has none of its own; not the seed of the run,
             so that all runs are tested on the same samples.
         drop_last: leave out the last batch of an epoch when it is not full.
         block_length: characters in a sample of text; :data:`ocnopt.lab.data.BLOCK_LENGTH` where nothing is said.
+        missing: of time series: the fraction of the observations of each that is lost. They get a channel that says
+            which are left, see :func:`ocnopt.lab.data.irregular`. What is lost depends on ``split_seed``.
+        stride: of such series, look at every so many-th time only.
     """
 
     name: str
@@ -72,6 +75,8 @@ class DataConfig:
     split_seed: Natural = 0
     drop_last: bool = False
     block_length: Count | None = None
+    missing: Fraction | None = None
+    stride: Count = 1
 
 
 @dataclass(frozen=True)
@@ -160,10 +165,12 @@ def _read_data(table: Mapping[str, Any]) -> DataConfig:
         entry = find_entry(data.name)
     except ValueError as error:
         raise ConfigError(f"data.name: {error}") from None
-    if entry.task == "density":
-        raise ConfigError(f"data.name: {entry.name} has no classes, and the networks of the lab classify")
     if data.block_length is not None and entry.task != "text":
         raise ConfigError(f"data.block_length is for text, and {entry.name} is none")
+    if data.missing is not None and len(entry.input_shape) != 2:
+        raise ConfigError(f"data.missing is for time series, and {entry.name} is none")
+    if data.missing is None and data.stride != 1:
+        raise ConfigError("data.stride is for time series that are sampled irregularly: set data.missing as well")
     return replace(data, name=entry.name)
 
 
@@ -177,7 +184,14 @@ def _read_network(table: Mapping[str, Any]) -> NetworkConfig:
 
 
 def _check_match(data: DataConfig, network: NetworkConfig) -> None:
-    """A network that reads text needs one, and a text needs such a network."""
+    """A network that reads text needs one, and a text needs such a network; likewise for densities and series."""
+    density = find_entry(data.name).task == "density"
+    if density and network.name not in DENSITIES:
+        raise ConfigError(f"data.name: {data.name} has no classes, and {network.name} classifies: it needs a flow")
+    if not density and network.name in DENSITIES:
+        raise ConfigError(f"network.name: {network.name} is a density, and {data.name} has classes")
+    if network.name in READ_SERIES and data.missing is None:
+        raise ConfigError(f"data.missing must be a number from 0 to 1: {network.name} reads time series with gaps")
     if find_entry(data.name).task == "text" and network.name not in READ_TEXT:
         raise ConfigError(f"network.name must be {' or '.join(READ_TEXT)} for text, got {network.name!r}")
     if find_entry(data.name).task != "text" and network.name in READ_TEXT:

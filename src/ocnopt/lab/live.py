@@ -13,6 +13,7 @@ from ocnopt.lab.config import RunConfig, read_run
 from ocnopt.lab.pool import Outcome, Setup, train_all
 from ocnopt.lab.runs import Record, RunFolder
 from ocnopt.lab.tables import Key, draw, make_row, with_validation
+from ocnopt.lab.tasks import show_score
 
 
 def train_and_show(folders: Sequence[RunFolder], setup: Setup, workers: int, console: Console | None) -> list[Outcome]:
@@ -62,7 +63,7 @@ class Board:
         if kind == "final":
             last = self._epochs.get(folder) or next(iter(folder.metrics("epoch")[-1:]), {})  # it may have ended before
             self._finals[self._keys[folder]].append(with_validation(record, last))
-            return f"{self._name(folder)}: {100 * record['test_accuracy']:.2f} %"
+            return f"{self._name(folder)}: {show_score(record)}"
         return f"{self._name(folder)}: {record['message']}" if kind in ("error", "warning") else None
 
     def _name(self, folder: RunFolder) -> str:

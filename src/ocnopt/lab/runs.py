@@ -10,14 +10,16 @@
 Every record of the metrics has a ``kind``; numbers that are not finite are ``null``:
 
 - ``step``: ``step, epoch, loss, lr, seconds``: every so many steps; ``loss`` is that of the batch before the step,
-  ``seconds`` the time spent on training so far, without evaluations;
+  ``seconds`` the time spent on training so far, without evaluations; ``horizons`` holds the final times that Neural
+  ODEs have learned, by the names of the blocks, where there are some;
 - ``epoch``: ``epoch, step, train_loss, test_loss, test_accuracy, seconds``, where ``epoch`` counts complete epochs and
-  ``train_loss`` is the mean over the epoch; with a validation part also ``validation_loss, validation_accuracy``;
+  ``train_loss`` is the mean over the epoch; with a validation part also ``validation_loss, validation_accuracy``. A
+  density has losses (the negative log-likelihood) and no accuracies;
 - ``layers``: ``step, layers: [{name, trace, w_min, w_max, s, clamped, projections}]``: what the feedback of OCNOpt did
   in the last step of an epoch (:class:`ocnopt.LayerReport`);
 - ``alignment``: ``step, rounds, late by 0, late by 1, …``: where OCNOpt's alignment is adaptive, how many rewards it
   has had at the end of an epoch, and the chance of each choice to be the next one;
-- ``final``: ``test_accuracy, train_loss, seconds, diverged``: the last line of a run that has ended.
+- ``final``: ``test_accuracy, test_loss, train_loss, seconds, diverged``: the last line of a run that has ended.
 """
 
 from __future__ import annotations

@@ -84,6 +84,18 @@ class Row:
     validation_accuracy: Spread | None
     train_loss: Spread | None
     seconds: Spread | None
+    test_loss: Spread | None = None
+    validation_loss: Spread | None = None
+
+    @property
+    def score(self) -> float:
+        """By what lines are compared, more is better: the accuracy or, where there is none, minus the loss."""
+        return -_mean(self.test_loss, math.inf) if self.test_accuracy is None else self.test_accuracy.mean
+
+    @property
+    def validation_score(self) -> float:
+        spread = self.validation_accuracy
+        return -_mean(self.validation_loss, math.inf) if spread is None else spread.mean
 
     def as_json(self) -> dict[str, Any]:
         row = asdict(self)
@@ -93,14 +105,15 @@ class Row:
 
 
 def make_row(key: Key, runs: int, finals: list[Record]) -> Row:
-    """From the ``final`` records, with the accuracy on the validation samples where there were some."""
+    """From the ``final`` records, with what was found on the validation samples where there were some."""
 
     def spread(name: str) -> Spread | None:
         return Spread.of(final.get(name) for final in finals)
 
     diverged = sum(bool(final["diverged"]) for final in finals)
     accuracies = spread("test_accuracy"), spread("validation_accuracy")
-    return Row(key, runs, len(finals), diverged, *accuracies, spread("train_loss"), spread("seconds"))
+    losses = spread("test_loss"), spread("validation_loss")
+    return Row(key, runs, len(finals), diverged, *accuracies, spread("train_loss"), spread("seconds"), *losses)
 
 
 def summarise(folders: Iterable[RunFolder]) -> list[Row]:
@@ -123,20 +136,22 @@ def _final(folder: RunFolder) -> Record | None:
 
 
 def with_validation(final: Record, last_epoch: Record) -> Record:
-    return {**final, "validation_accuracy": last_epoch.get("validation_accuracy")}
+    return {**final, **{key: last_epoch.get(key) for key in ("validation_accuracy", "validation_loss")}}
 
 
 def chosen(rows: Sequence[Row]) -> set[Key]:
-    """Of the lines of one optimizer on one task the one with the best validation accuracy, where that is known."""
+    """Of the lines of one optimizer on one task the one with the best validation, where that is known."""
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.key.task, row.key.label, row.key.epochs), []).append(row)
-    searched = [group for group in groups.values() if len(group) > 1 and any(row.validation_accuracy for row in group)]
-    return {max(group, key=lambda row: (_mean(row.validation_accuracy), -row.key.lr)).key for group in searched}
+    searched = [
+        group for group in groups.values() if len(group) > 1 and any(row.validation_score > -math.inf for row in group)
+    ]
+    return {max(group, key=lambda row: (row.validation_score, -row.key.lr)).key for group in searched}
 
 
-def _mean(spread: Spread | None) -> float:
-    return -math.inf if spread is None else spread.mean
+def _mean(spread: Spread | None, otherwise: float) -> float:
+    return otherwise if spread is None else spread.mean
 
 
 def draw(rows: Iterable[Row]) -> RenderableType:
@@ -152,29 +167,33 @@ def _draw_task(task: tuple[str, ...], rows: Sequence[Row]) -> list[RenderableTyp
     epochs = max(row.key.epochs for row in rows)
     table = Table(title=f"{heading}, epochs: {epochs}", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("optimizer")
-    for title in ("lr", "accuracy %", "train loss", "seconds", "runs"):
+    by_loss = all(row.test_accuracy is None for row in rows) and any(row.test_loss is not None for row in rows)
+    for title in ("lr", "test loss" if by_loss else "accuracy %", "train loss", "seconds", "runs"):
         table.add_column(title, justify="right", no_wrap=True)
     marked = chosen(rows)
     searched = {(key.label, key.epochs) for key in marked}
     competing = [row for row in rows if row.key in marked or (row.key.label, row.key.epochs) not in searched]
-    best = max(_mean(row.test_accuracy) for row in competing)
+    best = max(row.score for row in competing)
     for row in rows:
-        leads = row in competing and _mean(row.test_accuracy) == best > -math.inf
-        table.add_row(*_cells(row, epochs, chosen=row.key in marked), style="bold" if leads else None)
+        leads = row in competing and row.score == best > -math.inf
+        table.add_row(*_cells(row, epochs, by_loss, chosen=row.key in marked), style="bold" if leads else None)
     if marked:
-        notes = ["* the best validation accuracy of this optimizer; shown is the test accuracy", *notes]
+        what = "loss" if by_loss else "accuracy"
+        notes = [f"* the best validation {what} of this optimizer; shown is the test {what}", *notes]
     return [table, *(Text(note) for note in notes)]
 
 
-def _cells(row: Row, epochs: int, *, chosen: bool) -> list[str]:
-    accuracy = row.test_accuracy.show(2, scale=100) if row.test_accuracy else "–"
+def _cells(row: Row, epochs: int, by_loss: bool, *, chosen: bool) -> list[str]:
+    score = row.test_accuracy.show(2, scale=100) if row.test_accuracy else "–"
+    if by_loss:
+        score = row.test_loss.show(3) if row.test_loss else "–"
     loss = row.train_loss.show(3) if row.train_loss else "–"
     if row.diverged:
         loss = "diverged" if row.diverged == row.finished else f"{row.diverged} of {row.finished} diverged"
     seconds = f"{row.seconds.mean:.1f}" if row.seconds else "–"
     runs = f"{row.finished}" if row.finished == row.runs else f"{row.finished} of {row.runs}"
     label = row.key.label if row.key.epochs == epochs else f"{row.key.label} ({_epochs(row.key.epochs)})"
-    return [escape(label), f"{row.key.lr:g}{' *' if chosen else ''}", accuracy, loss, seconds, runs]
+    return [escape(label), f"{row.key.lr:g}{' *' if chosen else ''}", score, loss, seconds, runs]
 
 
 def _epochs(count: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -11,7 +12,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from ocnopt import OCNOpt
 from ocnopt.baselines import BatchOptimizer
@@ -21,7 +21,11 @@ from ocnopt.lab.config import RunConfig
 from ocnopt.lab.optimizers import AnyOptimizer
 from ocnopt.lab.runs import Record
 from ocnopt.lab.schema import ConfigError, naming_key
+from ocnopt.lab.tasks import CLASSIFICATION, TASKS, Task, loss_of
 from ocnopt.lab.world import World
+from ocnopt.ode import NeuralODE, SolverError
+
+__all__ = ["Journal", "Trainer", "evaluate", "loss_of", "take_step"]
 
 #: samples per forward pass of an evaluation
 _EVALUATION = 1024
@@ -60,11 +64,13 @@ class Trainer:
             raise ConfigError(f"optimizer: {why}, so it trains in one process and not under torchrun")
         seed = config.training.seed
         torch.manual_seed(seed + self.world.rank)
-        self.data = dataset.to(device)
+        self.data, self.task = dataset.to(device), TASKS[dataset.task]
         self.network = _build_network(config, dataset).to(device)
         self.model = self.world.wrap(self.network)  # what is called; the same thing unless under torchrun
         with naming_key(f"optimizer {config.label}: "):
             self.optimizer = config.optimizer.build(self.network)
+        if isinstance(self.optimizer, BatchOptimizer) and self.task is not CLASSIFICATION:
+            raise ConfigError(f"optimizer {config.label} minimises a cross entropy, and {dataset.name} has no classes")
         self.is_adaptive = config.optimizer.options.get("alignment") == "adaptive"
         if self.is_adaptive and self.data.validation is None:
             raise ConfigError(
@@ -89,9 +95,15 @@ class Trainer:
     def train(self) -> Record:
         """Do what is left of the training, and return the ``final`` record."""
         while self.batches.epoch < self.config.training.epochs and not self.is_hopeless():
-            self.train_epoch()
-            self.finish_epoch()
-        final = {key: self.last[key] for key in ("test_accuracy", "train_loss", "seconds")}
+            try:
+                self.train_epoch()
+                self.finish_epoch()
+            except SolverError as error:
+                if self.world.size > 1:  # the other processes would wait for ever
+                    raise
+                self.give_up(error)
+        kept = ("test_accuracy", "test_loss", "train_loss", "seconds")
+        final = {key: self.last[key] for key in kept if key in self.last}
         final = {"kind": "final", **final, "diverged": self.has_diverged()}
         self.journal.write(final)
         return final
@@ -102,7 +114,7 @@ class Trainer:
         with self.watch:
             for batch in self.batches:
                 self.set_learning_rate()
-                loss = take_step(self.model, self.optimizer, batch.x, batch.y)
+                loss = take_step(self.model, self.optimizer, batch.x, batch.y, self.task)
                 self.step += 1
                 if self.is_adaptive and self.step % self.config.training.reward_every == 0:
                     self.reward()
@@ -123,13 +135,28 @@ class Trainer:
         self.epoch_loss.reset()
         self.save()
 
+    def give_up(self, error: SolverError) -> None:
+        """The network has no answers any more, and an answer that is not there is not right."""
+        warnings.warn(f"{error}; the run ends here, after {self.step} steps", stacklevel=2)
+        parts = ["test", *(["validation"] if self.data.validation is not None else [])]
+        record: Record = {"kind": "epoch", "epoch": self.batches.epoch, "step": self.step, "train_loss": math.nan}
+        for part in parts:
+            record[f"{part}_loss"] = math.nan
+            if self.task.hits is not None:
+                record[f"{part}_accuracy"] = 0.0
+        self.last = {**record, "seconds": self.watch.seconds}
+        self.journal.write(self.last)
+        self.save()
+
     def reward(self) -> None:
         """Tell the adaptive alignment what its choice was worth: the accuracy on the next batch of held-out samples."""
         split, size, game = self.data.validation, self.config.data.batch_size, self.game()
         assert split is not None
         first = self.step // self.config.training.reward_every * size  # nothing to remember in a checkpoint
         rows = torch.arange(first, first + min(size, len(split)), device=split.y.device) % len(split)
-        game.reward(evaluate(self.network, split.take(rows))[1])
+        accuracy = evaluate(self.network, split.take(rows), task=self.task)[1]
+        assert accuracy is not None  # flows have no branches
+        game.reward(accuracy)
         self.model.train()
 
     def game(self) -> Game:
@@ -159,8 +186,14 @@ class Trainer:
                 "loss": mean,
                 "lr": self.optimizer.param_groups[0]["lr"],
                 "seconds": self.watch.seconds,
+                **self.horizons(),
             }
         )
+
+    def horizons(self) -> Record:
+        """T of every Neural ODE that learns it."""
+        blocks = {name: m for name, m in self.network.named_modules() if isinstance(m, NeuralODE) and m.horizon}
+        return {"horizons": {name: block.t[-1] - block.t[0] for name, block in blocks.items()}} if blocks else {}
 
     def evaluate(self) -> Record:
         """The ``epoch`` record of the epoch that has just ended."""
@@ -173,7 +206,9 @@ class Trainer:
         self.world.agree_on(self.network.buffers())  # running statistics are those of each process's own samples
         for part, split in (("test", self.data.test), ("validation", self.data.validation)):
             if split is not None:
-                record[f"{part}_loss"], record[f"{part}_accuracy"] = evaluate(self.network, split, self.world)
+                record[f"{part}_loss"], accuracy = evaluate(self.network, split, self.world, self.task)
+                if accuracy is not None:
+                    record[f"{part}_accuracy"] = accuracy
         return {**record, "seconds": self.watch.seconds}
 
     def layers(self) -> list[Record]:
@@ -194,7 +229,7 @@ class Trainer:
 
     def has_diverged(self) -> bool:
         """Whether training ended with a loss that is twice that of guessing, or none at all."""
-        guessing = math.log(len(self.data.classes))
+        guessing = self.task.guessing(self.data)
         return self.is_hopeless() or not self.last["train_loss"] <= 2 * guessing  # not ≤: also when it is NaN
 
     # --- checkpoints ---
@@ -234,35 +269,33 @@ class Trainer:
             torch.cuda.set_rng_state(state["cuda_rng"], self.watch.device)
 
 
-def take_step(model: nn.Module, optimizer: AnyOptimizer, x: Tensor, y: Tensor) -> Tensor:
+def take_step(model: nn.Module, optimizer: AnyOptimizer, x: Tensor, y: Tensor, task: Task = CLASSIFICATION) -> Tensor:
     """One step on one batch; returns the loss before it."""
     if isinstance(optimizer, BatchOptimizer):  # E-MSA and DDP run the network themselves
         return optimizer.step(x, y)
     optimizer.zero_grad()
-    loss = loss_of(model(x), y)
+    loss = task.loss(model(x), y, "mean")
     loss.backward()
     optimizer.step()
     return loss.detach()
 
 
-def loss_of(output: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
-    """The cross entropy of logits ``[B, …, classes]`` over all samples, and over all places where there are several."""
-    return cross_entropy(output.flatten(0, -2), y.flatten(), reduction=reduction)
-
-
 @torch.no_grad()
-def evaluate(network: nn.Module, split: data.Split, world: World | None = None) -> tuple[float, float]:
-    """Mean loss and accuracy over a split (of text: over its characters), which the processes share."""
+def evaluate(
+    network: nn.Module, split: data.Split, world: World | None = None, task: Task = CLASSIFICATION
+) -> tuple[float, float | None]:
+    """Mean loss and, where there is one, accuracy over a split (of text: its characters), which the processes share."""
     world = world or World()
     network.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=split.y.device)
     for rows in torch.arange(len(split), device=split.y.device).split(_EVALUATION)[world.rank :: world.size]:
         x, y = split.batch(rows)
         output = network(x)
-        sums[0] += loss_of(output, y, "sum")
-        sums[1] += (output.argmax(dim=-1) == y).sum()
+        sums[0] += task.loss(output, y, "sum")
+        if task.hits is not None:
+            sums[1] += task.hits(output, y)
     loss, correct = (world.sum(sums) / split.y.numel()).tolist()
-    return loss, correct
+    return loss, None if task.hits is None else correct
 
 
 def _build_network(config: RunConfig, dataset: data.Dataset) -> nn.Module:

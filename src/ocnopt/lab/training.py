@@ -85,6 +85,8 @@ def load_data(config: DataConfig, data_dir: Folder | None = None, download: bool
     place = None if data_dir is None else os.fspath(data_dir)
     dataset = _load(config.name, place, download, config.split_seed, config.block_length or data.BLOCK_LENGTH)
     dataset = dataset.limited(config.train_limit, config.test_limit)
+    if config.missing is not None:
+        dataset = data.irregular(dataset, config.missing, stride=config.stride, seed=config.split_seed)
     if not config.validation:
         return dataset
     with naming_key("data.validation: "):

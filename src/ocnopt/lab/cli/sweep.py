@@ -128,7 +128,10 @@ def _show(lines: Sequence[Line], options: SweepOptions, json_output: bool) -> No
         storage = storage_url(options.storage).render_as_string(hide_password=True)
         shared.print_json({"lines": [asdict(line) for line in lines], "runs": str(options.folder), "storage": storage})
         return
-    table = Table("optimizer", "best setting", "validation %", "test %", "paper %", "done", "failed")
+    unit = "loss" if any(line.best is not None and line.best.by_loss for line in lines) else "%"
+    table = Table(
+        "optimizer", "best setting", *(f"{part} {unit}" for part in ("validation", "test", "paper")), "done", "failed"
+    )
     for line in lines:
         found: tuple[str, ...] = ("–", "–", "–")
         if (best := line.best) is not None:

@@ -17,6 +17,7 @@ from ocnopt.lab.runs import Record, RunFolder
 from ocnopt.lab.schema import ConfigError
 from ocnopt.lab.settings import Settings
 from ocnopt.lab.tables import data_notes
+from ocnopt.lab.tasks import show_score
 from ocnopt.lab.training import Listener, rehearse, train
 from ocnopt.lab.world import World, find_device, join
 
@@ -134,12 +135,12 @@ def _progress(run: RunConfig, shown: bool) -> Iterator[Listener | None]:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]} {task.fields[accuracy]}"),
+        TextColumn("{task.fields[loss]} {task.fields[score]}"),
         TimeRemainingColumn(),
     )
     console = shared.progress_console
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"{run.data.name} {run.label}", total=None, loss="", accuracy="")
+        task = progress.add_task(f"{run.data.name} {run.label}", total=None, loss="", score="")
 
         def listen(record: Record) -> None:
             if record["kind"] == "begin":
@@ -147,8 +148,7 @@ def _progress(run: RunConfig, shown: bool) -> Iterator[Listener | None]:
             elif record["kind"] == "step":
                 progress.update(task, completed=record["step"], loss=f"loss {_number(record['loss'])}")
             elif record["kind"] == "epoch":
-                text = f"test accuracy {100 * record['test_accuracy']:.2f} %"
-                progress.update(task, completed=record["step"], accuracy=text)
+                progress.update(task, completed=record["step"], score=show_score(record))
 
         yield listen
 
@@ -164,7 +164,7 @@ def _print(folder: RunFolder, run: RunConfig, final: Record, json_output: bool) 
         return
     typer.echo(
         f"{run.data.name}, {run.network.name}, {run.label}, lr {run.optimizer.lr:g}, seed {run.training.seed}: "
-        f"test accuracy {100 * final['test_accuracy']:.2f} %, train loss {_number(final['train_loss'])}, "
+        f"{show_score(final)}, train loss {_number(final['train_loss'])}, "
         f"{final['seconds']:.1f} s of training{' (diverged)' if final['diverged'] else ''}"
     )
     for note in data_notes(folder):

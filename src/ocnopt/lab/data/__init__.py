@@ -26,6 +26,7 @@ from ocnopt.lab.data.errors import (
     MissingDataError,
     UnsafePickleError,
 )
+from ocnopt.lab.data.irregular import irregular
 from ocnopt.lab.data.load import BLOCK_LENGTH, FetchRow, fetch, load
 from ocnopt.lab.data.registry import NAMES, find_entry
 
@@ -51,6 +52,7 @@ __all__ = [
     "check_all",
     "fetch",
     "find_entry",
+    "irregular",
     "list_datasets",
     "load",
 ]

@@ -9,7 +9,7 @@ from torch import nn
 
 Shape = tuple[int, ...]
 
-ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh}
+ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "softplus": nn.Softplus}
 
 
 def activation_of(name: str) -> type[nn.Module]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import isfinite
 from statistics import mean, stdev
 from typing import Any
 
 from ocnopt.lab.recipes import Recipe
 from ocnopt.lab.schema import Scalar
 from ocnopt.lab.sweep.board import Entry, Standing
+from ocnopt.lab.tasks import score
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a grid, over the seeds that are done; accuracies in percent."""
+    """One setting of a grid, over the seeds that are done: accuracies in percent or, ``by_loss``, losses."""
 
     key: str
     options: dict[str, Scalar]
@@ -23,11 +25,17 @@ class Setting:
     test: float
     test_deviation: float | None  #: of the seeds; ``None`` for one seed
     seconds: float
+    by_loss: bool = False  #: of a density: less is better
+
+    @property
+    def score(self) -> float:
+        """By what settings are compared; more is better."""
+        return -self.validation if self.by_loss else self.validation
 
 
 @dataclass(frozen=True)
 class Line:
-    """One grid of a sweep: how far it is, and the setting with the best validation accuracy so far.
+    """One grid of a sweep: how far it is, and the setting with the best validation so far.
 
     Settings are compared only at equal numbers of seeds: the one with the most seeds done, then the best.
     """
@@ -63,7 +71,7 @@ def _line(recipe: Recipe, key: str, entries: Sequence[Entry]) -> Line:
         points=len(entries),
         done=sum(len(done) for done in by_setting.values()),
         failed=sum(entry.standing is Standing.FAILED for entry in entries),
-        best=max(settings, key=lambda s: (s.seeds, s.validation), default=None),
+        best=max(settings, key=lambda s: (s.seeds, s.score), default=None),
         paper=recipe.paper.get(key),
         errors=list(dict.fromkeys(entry.error for entry in entries if entry.error is not None)),
     )
@@ -71,13 +79,21 @@ def _line(recipe: Recipe, key: str, entries: Sequence[Entry]) -> Line:
 
 def _setting(entries: Sequence[Entry]) -> Setting:
     trials = [entry.trial for entry in entries if entry.trial is not None]
-    test = [100 * float(trial.user_attrs["test_accuracy"]) for trial in trials]
+    by_loss = not all("test_accuracy" in trial.user_attrs for trial in trials)
+    test = [_test(trial.user_attrs) for trial in trials]
+    scores = mean(float(trial.value or 0.0) for trial in trials)
     return Setting(
         key=entries[0].point.setting,
         options={name: v for name, v in entries[0].point.values.items() if name != "seed"},
         seeds=len(trials),
-        validation=100 * mean(float(trial.value or 0.0) for trial in trials),
+        validation=-scores if by_loss else 100 * scores,
         test=mean(test),
-        test_deviation=stdev(test) if len(test) > 1 else None,
+        test_deviation=stdev(test) if len(test) > 1 and all(map(isfinite, test)) else None,
         seconds=mean(float(trial.user_attrs["seconds"]) for trial in trials),
+        by_loss=by_loss,
     )
+
+
+def _test(notes: Mapping[str, Any]) -> float:
+    value = score(notes)
+    return 100 * value if "test_accuracy" in notes else -value

@@ -17,6 +17,7 @@ from ocnopt.lab.runs import Record, RunError, RunFolder
 from ocnopt.lab.sweep.board import Board, Claim, Entry, settled
 from ocnopt.lab.sweep.points import Point
 from ocnopt.lab.sweep.storage import Pulse
+from ocnopt.lab.tasks import score
 
 T = TypeVar("T")
 
@@ -96,8 +97,9 @@ def _open_folder(folder: Path, claim: Claim) -> RunFolder:
 
 def _outcome(run: RunFolder, final: Record) -> tuple[float, Record]:
     last = run.metrics("epoch")[-1]
-    notes = {key: final[key] for key in ("test_accuracy", "train_loss", "seconds", "diverged")}
-    return float(last["validation_accuracy"]), {**notes, "folder": str(run.path)}
+    kept = ("test_accuracy", "test_loss", "train_loss", "seconds", "diverged")
+    notes = {key: final[key] for key in kept if key in final}
+    return score(last, "validation"), {**notes, "folder": str(run.path)}
 
 
 @contextmanager
