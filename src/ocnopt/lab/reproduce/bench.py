@@ -14,6 +14,7 @@ from ocnopt.lab.data import Dataset
 from ocnopt.lab.pool import Setup, train_all
 from ocnopt.lab.runs import Record, RunError, RunFolder, finite, replace_file
 from ocnopt.lab.schema import ConfigError
+from ocnopt.lab.tasks import show_score
 from ocnopt.lab.training import load_data
 
 Scale = Literal["quick", "full"]
@@ -115,7 +116,7 @@ class Bench:
                 shares[folder.path] = record["epoch"] / epochs[folder.path] if record["kind"] == "epoch" else 1.0
                 self.count("runs", sum(shares.values()), len(shares))
             if record["kind"] == "final":
-                self.tell(f"{folder.name}: test accuracy {100 * record['test_accuracy']:.2f} %")
+                self.tell(f"{folder.name}: {show_score(record)}")
 
         setup = Setup(self.device, self.data_dir, self.download)
         for outcome in train_all(folders, setup, self.workers, listen):
