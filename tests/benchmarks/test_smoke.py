@@ -42,7 +42,7 @@ def script(name: str) -> ModuleType:
     return module
 
 
-gpt, vision, digits, step_time = map(script, ("gpt", "vision", "digits", "step_time"))
+gpt, vision, digits, step_time, games = map(script, ("gpt", "vision", "digits", "step_time", "games"))
 
 
 # --- runs: variants, plan, journal --------------------------------------------------------------------------
@@ -401,6 +401,27 @@ def test_step_time_times_and_profiles(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "2 rounds of 1, process time" in capsys.readouterr().out
     assert step_time.main(["--profile", "sgd", *small]) == 0
     assert "Optimizer.step#SGD.step" in capsys.readouterr().out
+
+
+def test_the_live_state_is_timed_against_the_accumulated_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = {name: games.CONTENDERS[name] for name in ("accumulated", "live")}
+    monkeypatch.setattr(games, "CONTENDERS", chosen)
+    monkeypatch.setattr(games, "WARM_UP", 1)
+    out = tmp_path / "games.json"
+    assert games.main(["--batch", "2", "--threads", "1", "--rounds", "2", "--json", str(out)]) == 0
+    assert set(json.loads(out.read_text())["timings"]) == set(chosen)
+    assert "live / accumulated = " in capsys.readouterr().out
+
+
+def test_the_limit_of_the_live_state() -> None:
+    def timings(live: float) -> dict[str, Any]:
+        rounds = {"accumulated": [1.0, 10.0, 100.0], "live": [live, 10 * live, 100 * live]}
+        return {name: step_time.Timing(1.0, times) for name, times in rounds.items()}
+
+    assert games.verdict(timings(1.1)).endswith("the limit of 1.15 is kept")
+    assert games.verdict(timings(1.2)).endswith("the limit of 1.15 is exceeded")
 
 
 def test_an_unknown_optimizer_is_named() -> None:

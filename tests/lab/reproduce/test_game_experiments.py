@@ -16,10 +16,13 @@ from ocnopt.lab.schema import ConfigError
 def test_bandit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = bandit.QUICK_CASES[0]
     small = replace(
-        case, options={**case.options, "channels": 2}, iterations=4, paper=dict.fromkeys(bandit.METHODS, 50)
+        case,
+        options={**case.options, "channels": 2},
+        iterations=4,
+        rates=(0.01, 0.02),
+        paper=dict.fromkeys(bandit.METHODS, 50),
     )
     monkeypatch.setattr(bandit, "QUICK_CASES", (small,))
-    monkeypatch.setattr(bandit, "RATES", (0.01, 0.02))
     bench = Bench(tmp_path, train_limit=70)
     finding = reproduce("bandit", bench)
     document = check_folder(tmp_path, "bandit", finding)
@@ -39,6 +42,7 @@ def test_bandit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     differing = {key for config in same for key in config if config[key] != same[0][key]}
     assert differing == {"feedback", "alignment"}
     assert any("adaptive: after 4 rewards the chances of the alignments are late by 0: " in r for r in finding.remarks)
+    assert finding.verdict.startswith("DIGITS, residual: fixed alignment is ")
     with pytest.raises(ConfigError, match="only must name"):
         reproduce("bandit", Bench(tmp_path, only=("GPT",)))
 
@@ -52,7 +56,7 @@ def test_bandit_has_the_rows_of_the_paper() -> None:
 
 
 def test_multiplayer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multiplayer, "PLAYERS", (1, 3))
+    monkeypatch.setattr(multiplayer, "PLAYERS", (1, 2))
     monkeypatch.setattr(multiplayer, "RATES", dict.fromkeys(multiplayer.CURVATURES, (0.01,)))
     finding = reproduce("multiplayer", Bench(tmp_path, train_limit=70, epochs=1))
     check_folder(tmp_path, "multiplayer", finding)
@@ -64,8 +68,11 @@ def test_multiplayer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert finding.rows[0][2] == finding.rows[1][2]  # N = 1 is the same run
     options = [run.config()["optimizer"] for run in find_runs([tmp_path])]
-    assert {(o["players"], o["lr"]) for o in options} == {(1, 0.01), (3, 0.01), (1, 0.03)}
+    assert {(o["players"], o["lr"]) for o in options} == {(1, 0.01), (2, 0.01), (1, 0.02)}
     assert {o["bellman"] for o in options} == {"paper"}
+    assert finding.verdict.startswith("identity: two players are ")
+    with pytest.raises(ConfigError, match="only means nothing here"):
+        reproduce("multiplayer", Bench(tmp_path, only=("MNIST",)))
 
 
 def test_the_rate_is_chosen_on_held_out_samples(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from ocnopt.lab.config import RunConfig, parse_run
 from ocnopt.lab.reproduce import figures
 from ocnopt.lab.reproduce.bench import Bench, Finding
 from ocnopt.lab.reproduce.tuning import best_rates, losses, spread, test_accuracy
+from ocnopt.lab.reproduce.verdict import deviation, exceeds
 from ocnopt.lab.runs import RunFolder
-from ocnopt.lab.training import load_data
+from ocnopt.lab.schema import ConfigError
 
 PLAYERS = (1, 2, 4, 6)
 # In the recursion as printed the kernels of natural gradients are so large that, at β = 1, the projection stops all
@@ -41,6 +42,8 @@ Found = Mapping[Point, Sequence[RunFolder]]
 
 def run(bench: Bench) -> Finding:
     """Tune the learning rate of one player; keep it for all others."""
+    if bench.only:
+        raise ConfigError("only means nothing here: this experiment has one part")
     seeds = bench.seeds(quick=2, full=3)
     alone = {name: Point(name, 1) for name in CURVATURES}
     rates = best_rates(
@@ -61,6 +64,7 @@ def run(bench: Bench) -> Finding:
         ],
         headings=("", "", *(f"N = {N}" for N in PLAYERS)),
         rows=[cells for name in CURVATURES for cells in _cells(name, found)],
+        verdict=" ".join(_verdict(name, found) for name in CURVATURES),
         remarks=[
             "Mean ± standard deviation over seeds. In the paper, which shows curves and no numbers, more players train "
             "faster, and the accuracy rises up to some N and falls after it; N = 2 is recommended.",
@@ -86,6 +90,19 @@ def _config(point: Point, lr: float, seed: int, bench: Bench) -> RunConfig:
         "training": {"epochs": epochs, "seed": seed, "log_every": 1},
     }
     return parse_run(bench.resized(table))
+
+
+def _verdict(name: str, found: Found) -> str:
+    """The paper's recommendation, against one player, and against one player at twice the rate."""
+    claims = []
+    for point, what in ((Point(name, 1), "one player"), (Point(name, 2, as_rate=True), "twice the learning rate")):
+        pairs = zip(map(test_accuracy, found[Point(name, 2)]), map(test_accuracy, found[point]), strict=True)
+        gap = [ours - theirs for ours, theirs in pairs]
+        word = (
+            ("better than" if mean(gap) > 0 else "worse than") if exceeds(mean(gap), deviation(gap)) else "level with"
+        )
+        claims.append(f"{word} {what} ({spread(gap, sign='+')} points)")
+    return f"{name}: two players are {' and '.join(claims)}."
 
 
 def _cells(name: str, found: Found) -> list[list[str]]:
@@ -136,11 +153,10 @@ def _draw_accuracies(ax: Any, name: str, found: Found) -> None:
 
 def _describe(bench: Bench, seeds: Sequence[int], rates: Mapping[str, float]) -> list[str]:
     config = _config(Point("identity", 1), 1.0, seeds[0], bench)
-    samples = len(load_data(config.data, bench.data_dir, bench.download).train)
     chosen = "; ".join(f"{name}: {lr:g} of {', '.join(f'{r:g}' for r in RATES[name])}" for name, lr in rates.items())
     betas = ", ".join(f"{name}: β = {options['gauss_newton']:g}" for name, options in CURVATURES.items())
     return [
-        f"Scale: {bench.scale}. {config.data.name}, {config.network.name}: {samples} training samples, "
+        f"Scale: {bench.scale}. {config.data.name}, {config.network.name}: {bench.samples(config.data)}, "
         f"{config.training.epochs} epochs, batch {config.data.batch_size}; seeds {', '.join(map(str, seeds))}.",
         'OCNOpt with `bellman="paper"`, nonlinear rollout, rank 1, no momentum; Gauss–Newton is the Kronecker '
         f"curvature, looked at every ten steps. {betas}.",
