@@ -88,8 +88,8 @@ def run(bench: Bench) -> Finding:
         rows=[cells for case in cases for cells in _cells(case, found)],
         verdict=" ".join(_verdict(case, found) for case in cases),
         remarks=[
-            "Mean ± standard deviation over seeds, also of the differences; bold is the best of a line. The paper gives "
-            "no number of trials.",
+            "Mean ± standard deviation over seeds, also of the differences; bold is the best of a line. The paper "
+            "gives no number of trials.",
             *(_choices(case, found[case, "adaptive"]) for case in cases),
             *(f"{case.title}: " + ", ".join(f"{m} lr {rates[case, m]:g}" for m in METHODS) + "." for case in cases),
         ],
