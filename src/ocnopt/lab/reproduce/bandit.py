@@ -93,7 +93,7 @@ def run(bench: Bench) -> Finding:
             *(_choices(case, found[case, "adaptive"]) for case in cases),
             *(f"{case.title}: " + ", ".join(f"{m} lr {rates[case, m]:g}" for m in METHODS) + "." for case in cases),
         ],
-        figures={figure.name: "Training loss against steps, mean and range over seeds"},
+        figures={figure.name: "Training loss against steps, median and range over seeds; × is a run that diverged"},
     )
 
 
