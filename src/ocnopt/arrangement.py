@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ocnopt.capture import Tape
-from ocnopt.games.alignment import rules_of
+from ocnopt.games.alignment import Aligner, rules_of
 from ocnopt.games.flow import Flow
 from ocnopt.games.game import Game, Round
 from ocnopt.games.live import Live
@@ -46,8 +46,8 @@ def pass_of(tape: Tape, group: Mapping[str, Any]) -> Pass | None:
 class Arrangement:
     """The stages of the last step, and the game that they come from."""
 
-    def __init__(self, model: nn.Module | None = None) -> None:
-        self.model, self.game = model, Game(model)
+    def __init__(self, model: nn.Module | None = None, aligner: Aligner | None = None) -> None:
+        self.model, self.game = model, Game(model, aligner)
         self.stages: Stages | None = None
         self._key: Any = None
         # where no call is recorded, the order of definition stands in
@@ -78,7 +78,8 @@ class Arrangement:
         if placed is not None and this is not None and need.states:
             live, why = self._live(placed, this, groups, group["state"], tape)
         if why is not None:
-            self._must_not_matter(group, why)
+            if this is None or this.fixed is None:  # that is over with the next step
+                self._must_not_matter(group, why)
             self.game.why_accumulated = why
         return self._seated(players, order, None if why is not None else placed), live
 
@@ -95,14 +96,14 @@ class Arrangement:
         flow = placed.flow
         if state == "accumulated":
             return None, "state='accumulated'"
-        why = this.fixed or flow.why_fixed
-        if why is None and not flow.checked:
+        if this.fixed or flow.why_fixed:
+            return None, this.fixed or flow.why_fixed
+        try:
             verify(flow, tape, this)
-            why = flow.fixed
-        if why is not None:
-            return None, why
-        live = Live(flow, placed.placement, placed.edges, tape, this)
-        why = live.why_not(groups)
+            live = None if flow.fixed else Live(flow, placed.placement, placed.edges, tape, this)
+        except Exception as error:  # whatever its operations object to, the step goes on
+            live, flow.fixed = None, f"its operations cannot be run again ({error})"
+        why = flow.fixed if live is None else live.why_not(groups)
         return (live, None) if why is None else (None, why)
 
     @staticmethod

@@ -98,6 +98,7 @@ class Tape:
                 store.clear()
         self.records.clear()
         self._scaling.clear()
+        self._follower.clear()
 
     def rescale(self, scaler: bool) -> None:
         """Let the adjoints follow what was done to the gradients since the backward pass, by a scaler or anybody."""
@@ -148,7 +149,7 @@ class Tape:
         this.chain = self._chain = self._is_chain(tuple(this.order), nodes)
         this.outputs, this.output_versions = [t.detach() for t in outputs], versions_of(outputs)
         for i, t in enumerate(outputs):
-            if t.grad_fn is not None:
+            if t.grad_fn is not None and not any(t is other for other in outputs[:i]):
                 t.register_hook(_adder(this.D, i, this.sinks))
         self._graph = []
 

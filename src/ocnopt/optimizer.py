@@ -17,7 +17,7 @@ from ocnopt.capture import Tape
 from ocnopt.curvature import BY_NAME, Curvature
 from ocnopt.diagnostics import Diagnostics
 from ocnopt.fallbacks import Fallbacks
-from ocnopt.games.alignment import Rules, plain, rules_of
+from ocnopt.games.alignment import Aligner, Alignment, Rules, plain, rules_of
 from ocnopt.games.game import Game
 from ocnopt.groups import Groups
 from ocnopt.hosts import Host
@@ -130,7 +130,8 @@ class OCNOpt(Optimizer):
         self._tape: Tape | None = None
         self._unhook: weakref.finalize[..., OCNOpt] | None = None  # takes the hooks off, at the latest when this dies
         self._roster = Roster()
-        self._arrangement = Arrangement()
+        self._aligner = Aligner()
+        self._arrangement = Arrangement(aligner=self._aligner)
         self._fallbacks = Fallbacks()
         self._seated: list[Player] = []  # the players of the last step
         self._due: bool | None = None  # does any player want to see the calls of its layer? Not known after a change
@@ -138,10 +139,17 @@ class OCNOpt(Optimizer):
         self._diagnostics = Diagnostics()
         self._skips = Skips()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_learned": self._aligner.state_dict()}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
+        learned = None
         if "_model" not in vars(self):  # a copy; load_state_dict comes here too, and keeps the model
             self._reset()
+            learned = state.pop("_learned", {})
         super().__setstate__(state)
+        if learned:
+            self._aligner.load_state_dict(learned, self._rules)
         for group in self.param_groups:  # of an older version, which did not know all the arguments
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -168,7 +176,7 @@ class OCNOpt(Optimizer):
         if not any(id(p) in mine for p in model.parameters()):
             raise ValueError("model holds none of the parameters of this optimizer")
         self.detach()
-        self._model, self._arrangement = model, Arrangement(model)
+        self._model, self._arrangement = model, Arrangement(model, self._aligner)
         for name, module in model.named_modules():
             if isinstance(module, Host):
                 module.attached(self, name)
@@ -182,7 +190,8 @@ class OCNOpt(Optimizer):
         if self._unhook is not None:
             self._unhook()
         self._unhook = None
-        self._model, self._tape, self._roster, self._arrangement = None, None, Roster(), Arrangement()
+        self._model, self._tape, self._roster = None, None, Roster()
+        self._arrangement = Arrangement(aligner=self._aligner)
         self._fallbacks, self._seated = Fallbacks(), []
 
     def _hook_if_needed(self) -> None:
@@ -246,7 +255,7 @@ class OCNOpt(Optimizer):
             self._due = None
             if self._tape is not None:
                 self._tape.clear()
-        self.game.aligner.after_step(rules_of(self.param_groups[0]["alignment"]) or {})
+        self._aligner.after_step(self._rules)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -313,7 +322,12 @@ class OCNOpt(Optimizer):
     @property
     def game(self) -> Game:
         """The layers as players: stages, branches that can move, alignment, a drawing."""
+        self._arrangement.game.rules = self._rules
         return self._arrangement.game
+
+    @property
+    def _rules(self) -> dict[str, Alignment]:
+        return rules_of(self.param_groups[0]["alignment"]) or {}
 
     # --- looking at it ---
 
@@ -331,8 +345,9 @@ class OCNOpt(Optimizer):
         seated = {id(p.params[0]): p for p in self._seated}
         players = [seated.get(id(p.params[0]), p) for p in self._players()]
         text = summarise(players, self._arrangement.stages, split, self._fallbacks.reasons)
-        if group["feedback"] == "nonlinear" and self.game.why_accumulated is not None:
-            text += f"\nstate: accumulated layer by layer, since {self.game.why_accumulated}"
+        if (why := self.game.why_accumulated) is not None:
+            what = "state: accumulated" if group["feedback"] == "nonlinear" else "stages:"
+            text += f"\n{what} layer by layer, since {why}"
         print(text)
         return text
 
@@ -351,7 +366,7 @@ class OCNOpt(Optimizer):
             if isinstance(group["curvature"], Curvature):
                 group["curvature"] = group["curvature"].name
             group["alignment"] = plain(group["alignment"])
-        if aligner := self.game.aligner.state_dict():
+        if aligner := self._aligner.state_dict():
             saved["game"] = aligner
         return saved
 
@@ -369,7 +384,7 @@ class OCNOpt(Optimizer):
                 group["curvature"] = curvature
             if plain(rule) == group["alignment"]:
                 group["alignment"] = rule  # with its reward and its bandit
-        self.game.aligner.load_state_dict(state_dict.get("game", {}))
+        self._aligner.load_state_dict(state_dict.get("game", {}), self._rules)
         order = [i for g in state_dict["param_groups"] for i in g["params"]]
         params = [p for g in self.param_groups for p in g["params"]]
         clocks: dict[tuple[float, torch.device], Tensor] = {}

@@ -126,12 +126,14 @@ def _nonlinear(
 ) -> Tensor | None:
     taken, weights = kernels.taken, {}
 
-    @without_autocast()  # both are called from inside the model's second pass
+    @torch.no_grad()  # both are called from inside the model's second pass, which may turn gradients on
+    @without_autocast()
     def act(k: int, s: Tensor) -> None:
         for seats, w in answers.ask(k, s):
             problem.act(seats, w)
             weights.update(dict.fromkeys(seats, w))
 
+    @torch.no_grad()
     @without_autocast()
     def predict(seat: int) -> Tensor:
         return -(taken[0][seat] @ weights[seat] + taken[1][seat])

@@ -142,11 +142,11 @@ def in_order(tape: Tape, this: Pass, follower: InOrder) -> Tensor | None:
     """Run the model a second time. Returns the predicted change of the loss, ⟨∂L/∂x_K, δx_K⟩."""
     assert this.environment is not None
     follower.act_before_all()
-    tape.rollout = follower
     try:
-        with this.environment.repeated():
+        with tape.following(follower), this.environment.repeated():
             output = tape.model(*this.args, **this.kwargs)
-    finally:
-        tape.rollout = None
+    except Exception as error:
+        error.add_note("feedback='nonlinear' runs the model again, without gradients; feedback='linear' does not")
+        raise
     follower.act_at_last()
     return this.change(floating(output))

@@ -114,7 +114,7 @@ def test_operations_that_are_hard_to_follow() -> None:
     model, opt = make(Odd, lr=0.3)
     step(model, opt, data(5))
     assert opt.game.why_accumulated is None
-    assert [set(stage.players) for stage in opt.game.stages] == [{"into", "shift"}, {"inner"}, {"inner"}, {"head"}]
+    assert [set(stage.players) for stage in opt.game.stages] == [*[{"into"}, {"shift"}, {"inner"}, {"inner"}, {"head"}]]
     assert model.count == 1  # of the second pass nothing is left
 
 
@@ -151,9 +151,14 @@ class Estimated(markov.Residual):
 
 
 class Dropped(markov.Residual):
+    def __init__(self, projection: bool) -> None:
+        super().__init__(projection)
+        self.c = nn.Linear(markov.WIDTH, markov.WIDTH)
+
     def forward(self, x: Tensor) -> Tensor:
-        z = torch.tanh(self.into(x))
-        return self.head(z + dropout(self.b(torch.tanh(self.a(z))), 0.5, self.training))
+        z = dropout(torch.tanh(self.into(x)), 0.3, self.training)
+        skip = dropout(self.c(z), 0.5)  # runs with a, but is called before it
+        return self.head(z + dropout(self.b(torch.tanh(dropout(self.a(z), 0.2))), 0.5, self.training) + skip)
 
 
 class Outside(markov.Residual):
@@ -173,19 +178,19 @@ def test_what_cannot_be_run_again_is_accumulated_and_said() -> None:
 
 
 def test_random_numbers_are_drawn_again() -> None:
-    """With the masks of the first pass, which is the second step's: at the first nobody knew of them."""
+    """With the masks of the first pass, in whatever order the stages run."""
     model, opt = make(lambda: Dropped(False), lr=0.0)
     torch.manual_seed(0)
-    step(model, opt, data(5))
-    assert "it drew random numbers that were not kept" in str(opt.game.why_accumulated)
-    step(model, opt, data(5))
-    assert opt.game.why_accumulated is None
-    assert opt.diagnostics.s.abs().max() == 0  # nothing moved: another mask would show
+    for _ in range(2):
+        step(model, opt, data(5))
+        assert opt.game.why_accumulated is None
+        assert opt.diagnostics.s.abs().max() == 0  # nothing moved: another mask would show
     opt.param_groups[0]["lr"] = 1e-4
     step(model, opt, data(5))
     K, u = opt.diagnostics.kernels.taken
-    changes = -(torch.einsum("nij,nj->ni", K, opt.diagnostics.w) + u)
-    torch.testing.assert_close(opt.diagnostics.s, changes.cumsum(0) - changes, rtol=1e-2, atol=1e-9)
+    changes, stage = -(torch.einsum("nij,nj->ni", K, opt.diagnostics.w) + u), torch.tensor(opt.diagnostics.stage_of)
+    expected = torch.stack([changes[stage < k].sum(0) for k in stage])
+    torch.testing.assert_close(opt.diagnostics.s, expected, rtol=1e-2, atol=1e-9)
 
 
 def test_a_part_without_gradient_is_followed() -> None:
@@ -201,5 +206,5 @@ def test_the_recorder_holds_nothing() -> None:
     step(model, opt, data(5))
     opt.zero_grad()
     gc.collect()
-    assert len(seen) == 2
+    assert len(seen) >= 2
     assert all(ref() is None for ref in seen)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 from html import escape
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ocnopt.games.game import Game
 
-_ROW, _BOX, _LETTER, _GAP, _MARGIN = 74, 30, 7.4, 18, 24
+_ROW, _BOX, _LETTER, _GAP, _MARGIN, _LABELS = 74, 30, 7.4, 18, 24, 66
 _COLOURS = {"box": "#3b6ea8", "skip": "#b8651b", "merge": "#6b7685", "edge": "#8a94a3", "text": "#5b6573"}
 
 
@@ -48,49 +48,59 @@ def text(game: Game) -> str:
 @dataclass
 class _Box:
     label: str
-    x: float
-    y: float
-    width: float
-    height: float
+    row: float  # the stage; operations at which paths meet stand half a row lower
     kind: str
+    width: float = 0.0
+    x: float = 0.0
+
+    @property
+    def height(self) -> float:
+        return _BOX / 2 if self.kind == "merge" else _BOX
+
+    @property
+    def y(self) -> float:
+        return _MARGIN + _ROW * self.row + _BOX / 2
 
 
 class _Picture:
     """Where everything is, before it is drawn one way or the other."""
 
     def __init__(self, game: Game) -> None:
-        moving = {str(call.target) for branch in game.branches for call in branch.calls}
-        rows = [[(name, _LETTER * len(name) + 18) for name in stage.players] for stage in game.stages]
-        inner = max((sum(w for _, w in row) + _GAP * (len(row) - 1) for row in rows if row), default=120.0)
-        inner = max(inner, 240.0)
-        left = _MARGIN + 66  # room for the numbers of the stages
-        self.width, self.height = left + inner + _MARGIN, 2 * _MARGIN + _ROW * len(rows) + _BOX
-        self.boxes: dict[str, _Box] = {}
-        for k, row in enumerate(rows):
-            x = left + (inner - sum(w for _, w in row) - _GAP * (len(row) - 1)) / 2
-            for name, w in row:
-                kind = "skip" if name in moving else "box"
-                self.boxes.setdefault(name, _Box(name, x + w / 2, self._y(k), w, _BOX, kind))
-                x += w + _GAP
-        self.stages = [(f"stage {k}", self._y(k)) for k in range(len(rows))]
-        middle = left + inner / 2
-        self.boxes["output"] = _Box("output", middle, self._y(len(rows)), _LETTER * 6 + 18, _BOX, "box")
-        merges, self.arrows = _wiring(game)
-        here: Counter[int] = Counter()
-        for key, (label, k) in merges.items():  # beside one another, below the row of their stage
-            here[k] += 1
-            x = middle + (-1) ** here[k] * (here[k] // 2) * 90
-            self.boxes[key] = _Box(label, x, self._y(k) + _ROW / 2, _LETTER * len(label) + 10, _BOX / 2, "merge")
+        self.boxes, self.arrows = _wiring(game)
+        self.boxes[None] = _Box("output", game.round.placement.count, "box")
+        rows: dict[float, list[_Box]] = defaultdict(list)
+        for box in self.boxes.values():
+            box.width = _LETTER * len(box.label) + (10 if box.kind == "merge" else 18)
+            rows[box.row].append(box)
+        for row in rows.values():
+            x = -(sum(box.width for box in row) + _GAP * (len(row) - 1)) / 2
+            for box in row:
+                box.x, x = x + box.width / 2, x + box.width + _GAP
+        self.lines = [self._line(self.boxes[u], self.boxes[v]) for u, v in self.arrows]
+        left = min(box.x - box.width / 2 for box in self.boxes.values())
+        right = max(max(x for x, _ in line) for line in self.lines) if self.lines else 0.0
+        right = max(right, *(box.x + box.width / 2 for box in self.boxes.values()))
+        shift = _MARGIN + _LABELS - left
+        for box in self.boxes.values():
+            box.x += shift
+        self.lines = [[(x + shift, y) for x, y in line] for line in self.lines]
+        self.width, self.height = right + shift + _MARGIN, 2 * _MARGIN + _ROW * game.round.placement.count + _BOX
+        self.stages = [(f"stage {k}", _MARGIN + _ROW * k + _BOX / 2) for k in range(game.round.placement.count)]
 
-    @staticmethod
-    def _y(k: int) -> float:
-        return _MARGIN + _ROW * k + _BOX / 2
-
-    @property
-    def lines(self) -> list[tuple[float, float, float, float]]:
-        """From the lower edge of a box to the upper edge of another."""
-        ends = [(self.boxes[a], self.boxes[b]) for a, b in self.arrows if a in self.boxes and b in self.boxes]
-        return [(a.x, a.y + a.height / 2, b.x, b.y - b.height / 2) for a, b in ends]
+    def _line(self, a: _Box, b: _Box) -> list[tuple[float, float]]:
+        """The four points of a curve from the lower edge of a box to the upper edge of another, around what stands
+        between them.
+        """
+        y0, y1 = a.y + a.height / 2, b.y - b.height / 2
+        between = [box for box in self.boxes.values() if a.row < box.row < b.row and box is not b]
+        edges = [box.x + box.width / 2 for box in between if box.kind != "merge" or box.row + 0.5 < b.row]
+        lane = max(edges, default=None)
+        if lane is None or max(a.x, b.x) > lane + 10:
+            bend = max(y1 - y0, 20) / 2
+            return [(a.x, y0), (a.x, y0 + bend), (b.x, y1 - bend), (b.x, y1)]
+        lane = lane + 14 + 2.0 * (b.row - a.row)
+        # a cubic curve comes three quarters of the way to its control points
+        return [(a.x, y0), (a.x + (lane - a.x) * 4 / 3, y0 + 12), (b.x + (lane - b.x) * 4 / 3, y1 - 12), (b.x, y1)]
 
     def svg(self) -> str:
         size = f'width="{self.width:.0f}" height="{self.height:.0f}" viewBox="0 0 {self.width:.0f} {self.height:.0f}"'
@@ -99,11 +109,10 @@ class _Picture:
             f'<defs><marker id="tip" markerWidth="8" markerHeight="8" refX="7" refY="3" orient="auto">'
             f'<path d="M0,0 L7,3 L0,6 Z" fill="{_COLOURS["edge"]}"/></marker></defs>'
         )
-        for x0, y0, x1, y1 in self.lines:
-            bend = max(y1 - y0, 20) / 2
+        for line in self.lines:
+            start, *rest = (f"{x:.0f},{y:.0f}" for x, y in line)
             out.append(
-                f'<path d="M{x0:.0f},{y0:.0f} C{x0:.0f},{y0 + bend:.0f} {x1:.0f},{y1 - bend:.0f} {x1:.0f},{y1:.0f}" '
-                f'fill="none" stroke="{_COLOURS["edge"]}" marker-end="url(#tip)"/>'
+                f'<path d="M{start} C{" ".join(rest)}" fill="none" stroke="{_COLOURS["edge"]}" marker-end="url(#tip)"/>'
             )
         for b in self.boxes.values():
             out.append(
@@ -118,16 +127,18 @@ class _Picture:
     def png(self, path: str | PathLike[str]) -> None:
         try:
             from matplotlib.figure import Figure
-            from matplotlib.patches import FancyBboxPatch
+            from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+            from matplotlib.path import Path as Curve
         except ImportError:
             raise ImportError("a .png needs matplotlib: pip install matplotlib, or write an .svg") from None
         figure = Figure(figsize=(self.width / 96, self.height / 96), dpi=144)
         axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
         axes.set(xlim=(0, self.width), ylim=(self.height, 0))
         axes.axis("off")
-        style = {"arrowstyle": "-|>", "color": _COLOURS["edge"], "connectionstyle": "arc3,rad=0.08"}
-        for x0, y0, x1, y1 in self.lines:
-            axes.annotate("", (x1, y1), (x0, y0), arrowprops=style, zorder=1)
+        for line in self.lines:
+            curve = Curve(line, [Curve.MOVETO, *[Curve.CURVE4] * 3])
+            arrow = FancyArrowPatch(path=curve, arrowstyle="-|>,head_width=2.5,head_length=4", color=_COLOURS["edge"])
+            axes.add_patch(arrow).set_zorder(1)
         for b in self.boxes.values():
             corner, colour = (b.x - b.width / 2 + 3, b.y - b.height / 2 + 3), _COLOURS[b.kind]
             shape = FancyBboxPatch(corner, b.width - 6, b.height - 6, boxstyle="round,pad=3", fc=colour, ec="none")
@@ -138,23 +149,26 @@ class _Picture:
         figure.savefig(path)
 
 
-def _wiring(game: Game) -> tuple[dict[str, tuple[str, int]], list[tuple[str, str]]]:
-    """Operations at which paths meet, with their stages; and who reads whom, with nothing else in between."""
+def _wiring(game: Game) -> tuple[dict[Any, _Box], list[tuple[Any, Any]]]:
+    """Boxes for players and for operations at which paths meet; and who reads whom, with nothing else in between."""
     flow, stage = game.round.flow, game.round.placement.stage
-    writers: dict[object, frozenset[str]] = {}
-    merges: dict[str, tuple[str, int]] = {}
-    arrows: dict[tuple[str, str], None] = {}
+    moving = {node for branch in game.branches for node in branch.nodes}
+    writers: dict[Any, frozenset[Any]] = {}
+    boxes: dict[Any, _Box] = {}
+    arrows: dict[tuple[Any, Any], None] = {}
     for node in flow.graph.nodes:
         above = frozenset().union(*(writers[n] for n in node.all_input_nodes))
-        if node.op == "call_module" or node.meta.get("parameter"):
-            key = str(node.target)
-        elif len(above) > 1:
-            key = f"operation {node.name}"
-            merges[key] = getattr(node.target, "__name__", node.name).strip("_"), stage[node]
-        else:
+        player = node.op == "call_module" or node.meta.get("parameter")
+        if node not in stage or not (player or len(above) > 1):
             writers[node] = above
             continue
-        arrows |= {(writer, key): None for writer in sorted(above)}
-        writers[node] = frozenset([key])
-    ends = sorted({writer for node in flow.outputs if node is not None for writer in writers[node]})
-    return merges, [*arrows, *((writer, "output") for writer in ends)]
+        if player:
+            moves = node in moving or any(user in moving for user in node.users)
+            boxes[node] = _Box(str(node.target), stage[node], "skip" if moves else "box")
+        else:
+            label = getattr(node.target, "__name__", node.name).strip("_")
+            boxes[node] = _Box(label, stage[node] + 0.5, "merge")
+        arrows |= {(writer, node): None for writer in boxes if writer in above}
+        writers[node] = frozenset([node])
+    ends = {writer for node in flow.outputs if node is not None for writer in writers[node]}
+    return boxes, [*arrows, *((writer, None) for writer in boxes if writer in ends)]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -28,15 +28,36 @@ class Value(NamedTuple):
     turn: int
 
 
+class Mode(NamedTuple):
+    """Gradients on or off; and autocast."""
+
+    grad: bool
+    autocast: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, device: str) -> Mode:
+        return cls(torch.is_grad_enabled(), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+
+    @contextmanager
+    def restored(self, device: str) -> Iterator[None]:
+        """Without gradients they stay off."""
+        present = Mode.now(device)
+        same = present[1:] == self[1:]
+        cast = nullcontext() if same else torch.autocast(device, self.dtype, self.autocast, cache_enabled=False)
+        with cast, torch.set_grad_enabled(present.grad and self.grad):
+            yield
+
+
 class Entry(NamedTuple):
     """One call of a player, one operation, or one tensor that was there before."""
 
     kind: str  # "player", "operation", "parameter", "attribute" or "constant"
-    target: Any  # a name, a function, or the id of a constant
+    target: Any  # a name, a function, or shape and dtype of a constant
     args: Any  # with values for tensors
     kwargs: Any
-    grad: bool
-    made: tuple[bool, ...]  # of each tensor that came out: is it floating point?
+    mode: Mode  # what it ran under
+    made: tuple[str, ...]  # of each tensor that came out: "real", "complex" or "whole" numbers?
     single: bool  # a tensor, and not some structure of them
     written: int | None  # which of its tensors is changed in place, if one is
 
@@ -53,12 +74,14 @@ class Flow:
     """
 
     entries: list[Entry]
+    device: str = "cpu"
     graph: fx.Graph = field(default_factory=fx.Graph)
     outputs: list[fx.Node | None] = field(default_factory=list)  # the floating-point tensors of the model's result
     constants: dict[str, Tensor] = field(default_factory=dict)
     unknown: str | None = None  # why it could not be followed to its end
     fixed: str | None = None  # why its operations cannot be run again in another order
-    checked: bool = False  # was it run again once, and found to give the numbers of the pass itself?
+    uses: int = 0  # of how many steps it was
+    rounds: dict[Any, Any] = field(default_factory=dict)  # what follows from it, see Game
 
     @property
     def why_fixed(self) -> str | None:
@@ -74,13 +97,37 @@ class Flow:
         if node.op == "get_attr":
             name = str(node.target)
             return self.constants[name] if name in self.constants else _attribute(model, name)
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
+        args, kwargs = _filled(node.meta["spec"], values.__getitem__)
         run = node.target if callable(node.target) else model.get_submodule(node.target)
         rng = draws.get(node.meta["entry"])
         drawn = nullcontext() if rng is None else rng.restored()
-        with drawn, torch.set_grad_enabled(torch.is_grad_enabled() and node.meta["grad"]):
+        with drawn, node.meta["mode"].restored(self.device):
             out = run(*args, **kwargs)
         return out if isinstance(out, Tensor) else tensors(out)
+
+    def again(self, entries: list[Entry], constants: list[Tensor]) -> None:
+        """Another pass did the same, but perhaps with other numbers in its code and other constants."""
+        self.constants = dict(zip(self.constants, constants, strict=True))
+        if _equal(self.entries, entries):
+            return
+        self.entries = entries
+        nodes = {node.meta["turn"]: node for node in self.graph.nodes if "turn" in node.meta}
+        for node in self.graph.nodes:
+            if node.meta.get("entry", -1) >= 0:
+                entry = entries[node.meta["entry"]]
+                node.meta["spec"] = _filled((entry.args, entry.kwargs), lambda value: nodes[value.turn])
+
+
+def _filled(tree: Any, what: Callable[[Any], Any]) -> Any:
+    """With something for every value or node."""
+    if isinstance(tree, (Value, fx.Node)):
+        return what(tree)
+    if isinstance(tree, (tuple, list)):
+        parts = [_filled(part, what) for part in tree]
+        return parts if isinstance(tree, list) else tuple(parts)
+    if isinstance(tree, dict):
+        return {key: _filled(part, what) for key, part in tree.items()}
+    return tree
 
 
 def innermost(names: Iterable[str]) -> set[str]:
@@ -98,7 +145,7 @@ def arguments(node: fx.Node) -> list[fx.Node]:
     """The nodes of the floating-point tensors among its arguments, in order, as often as they occur."""
     found: list[fx.Node] = []
     fx.node.map_arg((node.args, node.kwargs), found.append)
-    return [n for n in found if n.meta.get("floating")]
+    return [n for n in found if n.meta.get("kind") == "real"]
 
 
 def _attribute(model: nn.Module, name: str) -> Any:
@@ -136,15 +183,16 @@ class Recorder(TorchFunctionMode):
         self.draws: dict[int, RNGState] = {}
         self._rng = None if devices is None else RNGState.capture(devices)
         self.unknown: str | None = None
-        self.constants: dict[int, Tensor] = {}
+        self.constants: list[Tensor] = []
+        self._device = next((p.device.type for p in model.parameters()), "cpu")
         self._parameters = {id(p): name for name, p in model.named_parameters()}
         self._buffers = {id(b): name for name, b in model.named_buffers()}
         self._values: dict[int, Value] = {}
         self._refs: dict[int, weakref.ref[Tensor]] = {}  # an id is that of a tensor as long as it lives
         self._turns = 0
         self._inside = 0  # calls of players, one in another
-        self._call: tuple[Any, Any, bool] | None = None
-        self._inputs = [t.is_floating_point() for t in inputs]
+        self._call: tuple[Any, Any, Mode] | None = None
+        self._inputs = [_kind(t) for t in inputs]
         for t in inputs:
             self._bind(t, self._next())
 
@@ -162,6 +210,8 @@ class Recorder(TorchFunctionMode):
         written = [i for i in written if id(into[i]) not in self._buffers]  # they are put back before another pass
         if len(written) > 1 or any(id(into[i]) in self._parameters for i in written):
             self.unknown = f"{short(func)} changes several tensors, or a parameter, in place"
+        elif written and self._is_shared(into[written[0]]):
+            self.unknown = f"{short(func)} changes a tensor in place of which there are views"
         elif written and (spec := self._spec(args, kwargs, func)) is not None:
             changed = into[written[0]]
             self._note("operation", func, spec, [changed], True, written[0])
@@ -188,25 +238,34 @@ class Recorder(TorchFunctionMode):
         if any(t.grad_fn is not None and id(t) not in self._values for t in outputs):
             self.unknown = self.unknown or "an output of the model comes from an operation that cannot be followed"
         values = [self._values.get(id(t)) for t in outputs]
-        self.entries.append(Entry("output", None, tuple(values), self.unknown, True, (), False, None))
-        try:
-            return next((flow for flow in known if _same(flow.entries, self.entries)), None) or self._build(values)
-        finally:
-            self._values.clear()
-            self._refs.clear()
+        self.entries.append(Entry("output", None, tuple(values), self.unknown, Mode.now(self._device), (), False, None))
+        self._values.clear()
+        self._refs.clear()
+        for flow in known:
+            if _equal(flow.entries, self.entries) or _alike(flow.entries, self.entries):
+                flow.again(self.entries, self.constants)
+                return flow
+        return self._build(values)
 
-    def _spec(self, args: Any, kwargs: Any, target: Any) -> tuple[Any, Any, bool] | None:
+    def _is_shared(self, t: Tensor) -> bool:
+        """Is there another tensor with the same memory?"""
+        memory = t.untyped_storage().data_ptr()
+        others = (ref() for key, ref in self._refs.items() if key != id(t))
+        return any(other is not None and other.untyped_storage().data_ptr() == memory for other in others)
+
+    def _spec(self, args: Any, kwargs: Any, target: Any) -> tuple[Any, Any, Mode] | None:
         """The arguments with values for tensors, or ``None`` if they come from nowhere."""
         for t in tensors((args, kwargs)):
             if id(t) in self._values:
                 continue
+            there: tuple[Any, Any, Mode] = (), {}, Mode.now(self._device)
             if id(t) in self._parameters:
-                self._note("parameter", self._parameters[id(t)], ((), {}, True), [t], True)
+                self._note("parameter", self._parameters[id(t)], there, [t], True)
             elif id(t) in self._buffers:
-                self._note("attribute", self._buffers[id(t)], ((), {}, True), [t], True)
+                self._note("attribute", self._buffers[id(t)], there, [t], True)
             elif t.grad_fn is None:
-                self.constants[id(t)] = t
-                self._note("constant", id(t), ((), {}, True), [t], True)
+                self.constants.append(t)
+                self._note("constant", (t.shape, t.dtype), there, [t], True)
             else:
                 self.unknown = f"{short(target)} reads what cannot be followed"
                 return None
@@ -215,16 +274,16 @@ class Recorder(TorchFunctionMode):
         except Exception:  # a container that holds nothing but tensors
             self.unknown = f"{short(target)} gets tensors in a container that cannot be opened"
             return None
-        return *spec, torch.is_grad_enabled()
+        return *spec, Mode.now(self._device)
 
     def _note(
-        self, kind: str, target: Any, spec: tuple[Any, Any, bool], made: list[Tensor], single: bool,
+        self, kind: str, target: Any, spec: tuple[Any, Any, Mode], made: list[Tensor], single: bool,
         written: int | None = None,
     ) -> None:  # fmt: skip
-        if self._rng is not None and not self._rng.same_as(now := RNGState.capture(self._rng.states)):
+        ran = kind in ("operation", "player")
+        if ran and self._rng is not None and not self._rng.same_as(now := RNGState.capture(self._rng.states)):
             self.draws[len(self.entries)], self._rng = self._rng, now
-        floating = tuple(t.is_floating_point() for t in made)
-        self.entries.append(Entry(kind, target, *spec, floating, single, written))
+        self.entries.append(Entry(kind, target, *spec, tuple(map(_kind, made)), single, written))
         for t in made:
             self._bind(t, self._next())
 
@@ -242,21 +301,21 @@ class Recorder(TorchFunctionMode):
         self._values[key], self._refs[key] = value, weakref.ref(t, forget)
 
     def _build(self, outputs: list[Value | None]) -> Flow:
-        flow = Flow(self.entries, unknown=self.unknown)
+        flow = Flow(self.entries, self._device, unknown=self.unknown)
         nodes = [flow.graph.placeholder(f"input_{i}") for i in range(len(self._inputs))]
-        for node, floating in zip(nodes, self._inputs, strict=True):
-            node.meta["floating"] = floating
+        for i, (node, kind) in enumerate(zip(nodes, self._inputs, strict=True)):
+            node.meta |= {"turn": i, "kind": kind}
         for i, entry in enumerate(self.entries[:-1]):
             self._add(flow, i, entry, nodes)
         flow.outputs = [None if value is None else nodes[value.turn] for value in outputs]
         return flow
 
     def _add(self, flow: Flow, place: int, entry: Entry, nodes: list[fx.Node]) -> None:
-        args, kwargs = _with_nodes((entry.args, entry.kwargs), nodes)
+        args, kwargs = _filled((entry.args, entry.kwargs), lambda value: nodes[value.turn])
         if entry.kind == "player":
             node = flow.graph.create_node("call_module", entry.target, args, kwargs)
-            if not all(entry.made):
-                flow.fixed = f"{entry.target} returns tensors of whole numbers"
+            if set(entry.made) - {"real"}:
+                flow.fixed = f"{entry.target} returns tensors of {entry.made[0]} numbers"
         elif entry.kind == "operation":
             func = entry.target if entry.written is None else Overwriting(entry.target, entry.written)
             node = flow.graph.create_node("call_function", func, args, kwargs)
@@ -264,17 +323,20 @@ class Recorder(TorchFunctionMode):
             name = entry.target
             if entry.kind == "constant":
                 name = f"constant_{len(flow.constants)}"
-                flow.constants[name] = self.constants[entry.target]
+                flow.constants[name] = self.constants[len(flow.constants)]
             node = flow.graph.create_node("get_attr", name)
             node.meta["parameter"] = entry.kind == "parameter"
-        node.meta |= {"entry": place, "grad": entry.grad, "outputs": len(entry.made), "single": entry.single}
+        node.meta |= {"entry": place, "mode": entry.mode, "outputs": len(entry.made), "single": entry.single}
+        node.meta["spec"] = args, kwargs
+        if "complex" in entry.made:
+            flow.fixed = "it computes with complex numbers"
         if entry.single:
-            node.meta["floating"] = entry.made[0]
+            node.meta |= {"turn": len(nodes), "kind": entry.made[0]}
             nodes.append(node)
             return
-        for i, floating in enumerate(entry.made):
+        for i, kind in enumerate(entry.made):
             picked = flow.graph.call_function(operator.getitem, (node, i))
-            picked.meta |= {"entry": -1, "grad": True, "floating": floating}
+            picked.meta |= {"entry": -1, "mode": entry.mode, "spec": ((node, i), {}), "turn": len(nodes), "kind": kind}
             nodes.append(picked)
 
 
@@ -282,23 +344,27 @@ def short(func: Any) -> str:
     return str(getattr(func, "__name__", func))
 
 
-def _same(a: list[Entry], b: list[Entry]) -> bool:
+def _kind(t: Tensor) -> str:
+    return "real" if t.is_floating_point() else "complex" if t.is_complex() else "whole"
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Equal, but for numbers with a decimal point: a rate in the code may change from pass to pass."""
+    if isinstance(a, float) and isinstance(b, float):
+        return True
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(_alike, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
+    return _equal(a, b)
+
+
+def _equal(a: Any, b: Any) -> bool:
     try:
-        return a == b
-    except Exception:  # an argument that cannot be compared, such as an array
+        return bool(a == b)
+    except Exception:  # what cannot be compared, such as an array
         return False
 
 
 def _version(t: Tensor) -> int:
     return 0 if t.is_inference() else t._version
-
-
-def _with_nodes(tree: Any, nodes: list[fx.Node]) -> Any:
-    if isinstance(tree, Value):
-        return nodes[tree.turn]
-    if isinstance(tree, (tuple, list)):
-        parts = [_with_nodes(part, nodes) for part in tree]
-        return parts if isinstance(tree, list) else tuple(parts)
-    if isinstance(tree, dict):
-        return {key: _with_nodes(part, nodes) for key, part in tree.items()}
-    return tree

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
 from ocnopt.games.flow import Flow, Recorder
 from ocnopt.rng import RNGState
@@ -21,14 +22,19 @@ class Follower:
         self._flows: list[Flow] = []
         self._recorder: Recorder | None = None
         self._random: RNGState | None = None
-        self._draws = False  # does the model draw random numbers?
+        self._draws = True  # does the model draw random numbers? Until the first pass is over it may
 
     def begin(self, model: nn.Module, inputs: list[Tensor]) -> None:
         if torch.compiler.is_compiling():
             return
+        self._abandon()
         self._random = RNGState.capture({p.device for p in model.parameters()})
         self._recorder = Recorder(model, inputs, self._random.states if self._draws else None)
         self._recorder.__enter__()  # type: ignore[no-untyped-call]
+
+    def clear(self) -> None:
+        """Between passes nothing is recorded."""
+        self._abandon()
 
     def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._recorder is not None:
@@ -46,8 +52,19 @@ class Follower:
         if this is None or self._random is None:
             return None
         flow, this.draws = recorder.finish(output, self._flows), recorder.draws
-        self._flows = [flow, *(other for other in self._flows[:15] if other is not flow)]  # the likeliest first
-        if not self._draws and not self._random.same_as(RNGState.capture(self._random.states)):
-            self._draws = True
+        self._flows = [flow, *(other for other in self._flows[:7] if other is not flow)]  # the likeliest first
+        drew = not self._random.same_as(RNGState.capture(self._random.states))
+        if drew and not self._draws:
             this.fixed = "it drew random numbers that were not kept (from the next step on they are)"
+        self._draws = drew
         return flow
+
+    def _abandon(self) -> None:
+        """A pass that was interrupted (Ctrl-C), or that calls the model itself, is over without having ended."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return
+        recorder.unknown = "the pass was interrupted"
+        stack = _get_current_function_mode_stack()
+        if stack and stack[-1] is recorder:
+            recorder.__exit__(None, None, None)

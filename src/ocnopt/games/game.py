@@ -42,26 +42,26 @@ class Round:
 class Game:
     """Stages, branches and alignment of a network, as far as its data flow is known."""
 
-    def __init__(self, model: nn.Module | None = None) -> None:
+    def __init__(self, model: nn.Module | None = None, aligner: Aligner | None = None) -> None:
         self.model = model
-        self.aligner = Aligner()
-        self.why_accumulated: str | None = None  #: why the last step did not measure s over the live edges
-        self._rounds: dict[tuple[int, tuple[tuple[str, int], ...]], Round] = {}
+        self.aligner = aligner or Aligner()
+        self.rules: Mapping[str, Alignment] = {}
+        self.why_accumulated: str | None = None  #: why the last step did not go by the stages and their live edges
         self._round: Round | None = None
 
     def arrange(self, flow: Flow, rules: Mapping[str, Alignment]) -> Round:
-        """The placement of a step."""
-        if len(self._rounds) > 64:
-            self._rounds.clear()
-        base = self._rounds.get((id(flow), ()))
-        if base is None or base.flow is not flow:
+        """The placement of a step. What follows from a data flow is kept with it, and goes with it."""
+        rounds: dict[tuple[tuple[str, int], ...], Round] = flow.rounds
+        if () not in rounds:
             schedule = Schedule(flow)
-            base = self._rounds[id(flow), ()] = Round(flow, schedule, schedule.place({}), {})
-        late = {name: n for name, n in self.aligner.choose(rules, base.schedule).items() if n}
-        key = id(flow), tuple(late.items())
-        if key not in self._rounds or self._rounds[key].flow is not flow:
-            self._rounds[key] = Round(flow, base.schedule, base.schedule.place(late), late)
-        self._round = self._rounds[key]
+            rounds[()] = Round(flow, schedule, schedule.place({}), {})
+        schedule = rounds[()].schedule
+        modules = [] if self.model is None else [name for name, _ in self.model.named_modules()]
+        late = {name: n for name, n in self.aligner.choose(rules, schedule, modules).items() if n}
+        key = tuple(late.items())
+        if key not in rounds:
+            rounds[key] = Round(flow, schedule, schedule.place(late), late)
+        self._round = rounds[key]
         return self._round
 
     def trace(self, *args: Any, **kwargs: Any) -> Game:
@@ -71,7 +71,8 @@ class Game:
         flow = record(self.model, args, kwargs)
         if flow.unknown is not None:
             raise RuntimeError(f"the data flow of this network cannot be followed: {flow.unknown}")
-        self.arrange(flow, {})
+        fixed = {prefix: rule for prefix, rule in self.rules.items() if rule.rule not in ("random", "adaptive")}
+        self.arrange(flow, fixed)
         return self
 
     # --- looking at it ---
@@ -87,7 +88,7 @@ class Game:
 
     @property
     def stages(self) -> list[Stage]:
-        """Of the last step, from the network's input to its output."""
+        """From the network's input to its output, as they were recorded last: by a step, or by :meth:`trace`."""
         this, stage = self.round, self.round.placement.stage
         players: list[dict[str, None]] = [{} for _ in range(this.placement.count)]
         for node, k in stage.items():

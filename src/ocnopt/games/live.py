@@ -33,9 +33,9 @@ class Edges:
         crossing = [
             (source, user)
             for source in flow.graph.nodes
-            if stage[source] >= 0 and source.meta.get("floating") and not source.meta.get("parameter")
+            if stage.get(source, -1) >= 0 and source.meta.get("kind") == "real" and not source.meta.get("parameter")
             for user in source.users
-            if stage[user] > stage[source]
+            if stage.get(user, -1) > stage[source]
         ]
         self.into_players = [edge for edge in crossing if edge[1].op == "call_module"]
         self.into_operations = [edge for edge in crossing if edge[1].op != "call_module"]
@@ -88,9 +88,13 @@ class Live:
                 return f"{record.name!r} gets tensors in a list or dict"
             if record.overwritten():
                 return f"the input of {record.name!r} was overwritten in place"
-        rows = all(groups.fit(term.adjoint) for terms in self.terms.values() for term in terms)
-        rows = rows and (groups.rank == 1 or not self.this.mixed)
-        return None if rows else "dimension 0 of a tensor between the layers does not run over the samples"
+        if self.this.outputs_changed():
+            return "an output of the model was overwritten in place after the pass"
+        shapes = [term.adjoint.shape for terms in self.terms.values() for term in terms]
+        rows = all(shape[:1] == (groups.batch,) and shape[1:2] != (groups.batch,) for shape in shapes)
+        if groups.rank > 1 and (self.this.mixed or not rows):
+            return "it cannot be told whether dimension 0 of all tensors between the layers runs over the samples"
+        return None
 
     def roll_out(self, stages: Stages, act: Act, predict: Predict, measure: Measure) -> Tensor | None:
         """Run the network stage by stage. Returns the predicted change of the loss, ⟨∂L/∂x_K, δx_K⟩."""
@@ -100,8 +104,13 @@ class Live:
         for stage in stages.uncalled:
             act(stage, base)
             base = base + sum((predict(seat) for seat in stages.seats[stage]), measure.zero())
-        with self.tape.following(Rollout()), self.this.environment.repeated():
-            outputs = self._run(stages, act, measure, base)
+        try:
+            with self.tape.following(Rollout()), self.this.environment.repeated():
+                outputs = self._run(stages, act, measure, base)
+        except Exception as error:
+            self.flow.fixed = f"running it stage by stage failed ({error})"  # from the next step on
+            error.add_note("feedback='nonlinear' runs the model again, without gradients; feedback='linear' does not")
+            raise
         return self.this.change(outputs)
 
     def _run(self, stages: Stages, act: Act, measure: Measure, base: Tensor) -> list[Tensor]:
@@ -119,7 +128,10 @@ class Live:
             for node in nodes:
                 values[node] = next(inputs) if node.op == "placeholder" else self._value(node, values)
                 for term in self.terms.pop(node, ()):
-                    live.append((term.last, measure(term.adjoint, term.before, values[node])))
+                    if term.before.shape == values[node].shape:
+                        live.append((term.last, measure(term.adjoint, term.before, values[node])))
+                    else:
+                        self.flow.fixed = "the shapes of its tensors depend on their values"
                 for read in node.all_input_nodes:
                     readers[read] -= 1
                     if not readers[read]:

@@ -12,22 +12,22 @@ from itertools import takewhile
 
 from torch import fx
 
-from ocnopt.games.flow import Flow, name_of
+from ocnopt.games.flow import Flow
 
 
 @dataclass(frozen=True)
 class Branch:
-    """Calls of players that follow one another and have the same time to spare: they move together."""
+    """Players that follow one another and have the same time to spare: they move together."""
 
     name: str
-    calls: tuple[fx.Node, ...] = field(repr=False)
-    first: int  # the stage of its first call, at the earliest
+    nodes: tuple[fx.Node, ...] = field(repr=False)
+    first: int  # the stage of its first player, at the earliest
     slack: int  # by how many stages it may be late
 
 
 @dataclass
 class Placement:
-    """A stage for every node of the flow; −1 is known before anybody acts."""
+    """A stage for every node of the flow that anything depends on; −1 is known before anybody acts."""
 
     stage: dict[fx.Node, int]
     count: int
@@ -36,16 +36,22 @@ class Placement:
         """The nodes to run at each stage, in the order of the program; what stage −1 computes comes first."""
         by_stage: list[list[fx.Node]] = [[] for _ in range(self.count + 1)]
         for node in flow.graph.nodes:
-            by_stage[self.stage[node] + 1].append(node)
+            if node in self.stage:
+                by_stage[self.stage[node] + 1].append(node)
         return by_stage
 
 
 class Schedule:
-    """The first and last stage of every call, and the branches that can move."""
+    """The first and last stage of everything that acts, and the branches that can move.
+
+    What acts is a call of a player, or an operation that reads a parameter (or what was made of parameters alone).
+    """
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
-        self._before = _direct_predecessors(flow)
+        self._free = _made_of_parameters(flow)
+        self.acting = [n for n in flow.graph.nodes if self._acts(n)]
+        self._before = self._direct_predecessors()
         self.first = self._earliest()
         self.count = max(self.first.values(), default=-1) + 1
         self.last = self._latest()
@@ -53,79 +59,98 @@ class Schedule:
 
     def place(self, late: Mapping[str, int]) -> Placement:
         """``late``: by how many stages each branch, by name, is later than it need be."""
-        delay = {call: late.get(b.name, 0) for b in self.branches for call in b.calls}
+        delay = {node: late.get(b.name, 0) for b in self.branches for node in b.nodes}
         stage: dict[fx.Node, int] = {}
-        for call in self.flow.calls:
-            wanted = min(self.first[call] + delay.get(call, 0), self.last[call])
+        for node in self.acting:
+            wanted = min(self.first[node] + delay.get(node, 0), self.last[node])
             # two branches that read one another may want what the data flow forbids: the reader waits
-            stage[call] = max([wanted, *(stage[u] + 1 for u in self._before[call])])
-        stage = _with_operations(self.flow, stage)
-        return Placement(stage, max(stage.values(), default=-1) + 1)
+            stage[node] = max([wanted, *(stage[u] + 1 for u in self._before[node])])
+        return Placement(self._with_the_rest(stage), self.count)
+
+    def _acts(self, node: fx.Node) -> bool:
+        if node in self._free or node.op in ("placeholder", "get_attr"):
+            return False
+        return node.op == "call_module" or any(n in self._free for n in node.all_input_nodes)
+
+    def _direct_predecessors(self) -> dict[fx.Node, frozenset[fx.Node]]:
+        """What acts upstream of each node, with nothing that acts in between."""
+        before: dict[fx.Node, frozenset[fx.Node]] = {}
+        acting = set(self.acting)
+        for node in self.flow.graph.nodes:
+            sources = (frozenset([n]) if n in acting else before[n] for n in node.all_input_nodes)
+            before[node] = frozenset().union(*sources)
+        return before
 
     def _earliest(self) -> dict[fx.Node, int]:
         first: dict[fx.Node, int] = {}
-        for call in self.flow.calls:
-            first[call] = max((first[u] + 1 for u in self._before[call]), default=0)
+        for node in self.acting:
+            first[node] = max((first[u] + 1 for u in self._before[node]), default=0)
         return first
 
     def _latest(self) -> dict[fx.Node, int]:
-        last = dict.fromkeys(self.flow.calls, self.count - 1)
-        for call in reversed(self.flow.calls):
-            for u in self._before[call]:
-                last[u] = min(last[u], last[call] - 1)
+        last = dict.fromkeys(self.acting, self.count - 1)
+        for node in reversed(self.acting):
+            for u in self._before[node]:
+                last[u] = min(last[u], last[node] - 1)
         return last
 
     def _find_branches(self) -> list[Branch]:
-        of_call: dict[fx.Node, list[fx.Node]] = {}
-        for call in self.flow.calls:
-            if self.last[call] == self.first[call]:
+        of_node: dict[fx.Node, list[fx.Node]] = {}
+        for node in self.acting:
+            if self.last[node] == self.first[node]:
                 continue
-            before = self._before[call]
+            before = self._before[node]
             (u,) = before if len(before) == 1 else (None,)
-            follows = u in of_call and self._slack(u) == self._slack(call)
-            branch = of_call[u] if follows and u is not None else []
-            branch.append(call)
-            of_call[call] = branch
+            follows = u in of_node and self._slack(u) == self._slack(node)
+            branch = of_node[u] if follows and u is not None else []
+            branch.append(node)
+            of_node[node] = branch
         branches: dict[str, Branch] = {}
-        for b in {id(branch): branch for branch in of_call.values()}.values():
-            name = _common_name(b)
-            name = name_of(b[0]) if name in branches else name
+        for b in {id(branch): branch for branch in of_node.values()}.values():
+            name = _unused(_common_name(map(self.name_of, b)), branches)
             branches[name] = Branch(name, tuple(b), self.first[b[0]], self._slack(b[0]))
         return list(branches.values())
 
-    def _slack(self, call: fx.Node) -> int:
-        return self.last[call] - self.first[call]
+    def _slack(self, node: fx.Node) -> int:
+        return self.last[node] - self.first[node]
+
+    def name_of(self, node: fx.Node) -> str:
+        """Of the module that a call runs, or of the (first) parameter that an operation reads."""
+        while node.op != "call_module" and not node.meta.get("parameter"):
+            node = next(n for n in node.all_input_nodes if n in self._free)
+        return str(node.target)
+
+    def _with_the_rest(self, stage: dict[fx.Node, int]) -> dict[fx.Node, int]:
+        """Operations run as soon as they can. A parameter acts at the first operation that reads it."""
+        for node in self.flow.graph.nodes:
+            if node not in stage and node not in self._free:
+                stage[node] = max((stage[n] for n in node.all_input_nodes), default=-1)
+        for node in reversed(self.flow.graph.nodes):
+            if node in self._free:
+                readers = [stage[user] for user in node.users if user in stage]
+                if readers:  # else it is read where nobody sees it, inside a player
+                    stage[node] = min(readers)
+        return stage
 
 
-def _direct_predecessors(flow: Flow) -> dict[fx.Node, frozenset[fx.Node]]:
-    """The calls whose outputs each node reads, with nothing but operations in between."""
-    before: dict[fx.Node, frozenset[fx.Node]] = {}
-    for node in flow.graph.nodes:
-        sources = (frozenset([n]) if n.op == "call_module" else before[n] for n in node.all_input_nodes)
-        before[node] = frozenset().union(*sources)
-    return before
-
-
-def _with_operations(flow: Flow, stage: dict[fx.Node, int]) -> dict[fx.Node, int]:
-    """Everything else is computed as soon as it can be. A parameter that an operation reads acts when the rest of
-    what the operation reads is there.
-    """
-    stage, free = dict(stage), set()  # free: depends on such parameters alone
+def _made_of_parameters(flow: Flow) -> set[fx.Node]:
+    """Parameters, and what depends on them and on nothing else."""
+    free: set[fx.Node] = set()
     for node in flow.graph.nodes:
         inputs = node.all_input_nodes
-        if node.meta.get("parameter") or (node.op == "call_function" and inputs and all(n in free for n in inputs)):
+        made = all(n in free for n in inputs) and (bool(inputs) or node.op == "call_module")
+        if node.meta.get("parameter") or (node.op in ("call_module", "call_function") and made):
             free.add(node)
-        elif node.op != "call_module":
-            known = [stage[n] for n in inputs if n not in free]
-            mixes = len(known) < len(inputs)
-            stage[node] = max([*known, 0 if mixes else -1])
-    for node in reversed(flow.graph.nodes):
-        if node in free:
-            stage[node] = min((stage[user] for user in node.users if user in stage), default=0)
-    return stage
+    return free
 
 
-def _common_name(calls: Iterable[fx.Node]) -> str:
-    names = [name_of(call) for call in calls]
+def _common_name(names: Iterable[str]) -> str:
+    names = list(names)
     parts = takewhile(lambda part: len(set(part)) == 1, zip(*(name.split(".") for name in names), strict=False))
     return ".".join(part[0] for part in parts) or names[0]
+
+
+def _unused(name: str, taken: Iterable[str]) -> str:
+    """A module may be the skip connection of several blocks."""
+    count = sum(other.partition("#")[0] == name for other in taken)
+    return name if not count else f"{name}#{count + 1}"
