@@ -107,6 +107,12 @@ def check_agreement(groups: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
+def alignment_matters(group: Mapping[str, Any]) -> bool:
+    """Not where all layers get the same weight, which is what cooperation comes to when changes are predicted."""
+    alike = group["feedback"] == "linear" and group["bellman"] == "consistent" and group["game"] == "cooperative"
+    return group["feedback"] != "off" and not alike
+
+
 def why_model(group: Mapping[str, Any]) -> str | None:
     """Which argument of a group cannot do without the model, or ``None``."""
     curvature = group["curvature"]
@@ -117,6 +123,8 @@ def why_model(group: Mapping[str, Any]) -> str | None:
         return "feedback='nonlinear'"
     if group["game"] == "noncooperative" and group["feedback"] != "off":
         return "game='noncooperative'"
+    if rules_of(group["alignment"]) != rules_of("first") and alignment_matters(group):
+        return f"alignment={group['alignment']!r}"
     if group["feedback"] != "off" and group["rank"] != 1:
         return f"rank={group['rank']!r}"
     return None

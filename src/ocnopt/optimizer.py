@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -119,6 +120,12 @@ class OCNOpt(Optimizer):
         arguments.check(defaults)
         self._reset()
         super().__init__(params, defaults)
+        if self._rules != rules_of("first") and not arguments.alignment_matters(defaults):
+            warnings.warn(
+                f"alignment={alignment!r} has no effect with feedback={feedback!r} in a cooperative game, where all "
+                f"layers get the same weight",
+                stacklevel=2,
+            )
         if model is not None:
             self.attach(model)
         elif (why := self._why_model()) is not None:

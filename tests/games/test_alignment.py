@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -187,7 +189,153 @@ def test_a_rule_of_ones_own_survives_loading() -> None:
     assert isinstance(its.game.bandits["one"], UCB1)
 
 
-@pytest.mark.parametrize("wrong", [{"reward": 0.5}, {"every": 0}])
+@pytest.mark.parametrize("wrong", [{"reward": 0.5}, {"every": 0}, {"every": 1.5}, {"every": "a"}])
 def test_wrong_arguments_of_adaptive(wrong: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{next(iter(wrong))} must be"):
         Alignment.adaptive(**wrong)
+
+
+@pytest.mark.parametrize("wrong", ["frist", -3, True, 1.0, None])
+def test_wrong_rules(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"^rule must be"):
+        Alignment(wrong)
+
+
+# --- the state of bandits ---
+
+
+def play(model: nn.Module, opt: OCNOpt, rounds: int) -> None:
+    for i in range(rounds):
+        step(model, opt, i)
+        opt.game.reward(0.4)
+
+
+def test_a_reward_may_come_right_after_loading() -> None:
+    model, opt = make(alignment="adaptive")
+    play(model, opt, 3)
+    step(model, opt)
+    _, its = make(alignment="adaptive")
+    its.load_state_dict(opt.state_dict())
+    for each in (opt, its):
+        each.game.reward(0.9)
+    assert its.game.bandits[""].state_dict() == opt.game.bandits[""].state_dict()
+    assert its.game.bandits[""].rounds == 4
+
+
+@pytest.mark.parametrize("how", ["attach", "copy", "pickle"])
+def test_bandits_survive(how: str) -> None:
+    model, opt = make(alignment="adaptive")
+    play(model, opt, 3)
+    if how == "attach":
+        opt.detach()
+    else:
+        opt = copy.deepcopy(opt) if how == "copy" else pickle.loads(pickle.dumps(opt))
+        model.load_state_dict(model.state_dict())
+        opt.param_groups[0]["params"] = list(model.parameters())
+        opt.state.clear()
+    opt.attach(model)
+    play(model, opt, 2)
+    assert opt.game.bandits[""].rounds == 5
+
+
+def test_a_reward_is_for_those_that_have_none_of_their_own() -> None:
+    rules = {"one": Alignment.adaptive(lambda: 0.25, every=10), "two": "adaptive"}
+    model, opt = make(alignment=rules)
+    step(model, opt)
+    opt.game.reward(0.75)
+    assert (opt.game.bandits["one"].rounds, opt.game.bandits["two"].rounds) == (0, 1)
+
+
+def test_a_refused_step_is_no_round() -> None:
+    model, opt = make(alignment={"one": "adaptive", "two": 9})
+    with pytest.raises(ValueError, match="alignment=9"):
+        step(model, opt)
+    with pytest.raises(RuntimeError, match="no adaptive alignment has been played"):
+        opt.game.reward(0.5)
+
+
+class Early(Blocks):
+    """Leaves the second block out when told so."""
+
+    deep = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.tanh(self.into(x))
+        for block in (self.one, self.two)[: 2 if self.deep else 1]:
+            z = block["path"](z) + block["skip"](z)
+        return self.head(z)
+
+
+@pytest.mark.filterwarnings("ignore:.*its calls were not seen")
+def test_a_block_that_is_left_out_now_and_then() -> None:
+    with seeded(0):
+        model = Early().double()
+    opt = OCNOpt(
+        model.parameters(), 0.05, model=model, feedback="nonlinear", alignment={"one": "adaptive", "two": "last"}
+    )
+    for i in range(6):
+        model.deep = i % 2 == 0
+        step(model, opt, i)
+        assert opt.game.late == {"one.skip": opt.game.late["one.skip"], **({"two.skip": 1} if model.deep else {})}
+        opt.game.reward(0.5)
+    assert opt.game.bandits["one"].rounds == 6
+
+
+class Dropping(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(x, 0.2))
+
+
+@pytest.mark.parametrize("alignment", ["last", "adaptive", "random"])
+def test_with_dropout_from_the_first_step_on(alignment: str) -> None:
+    with seeded(0):
+        model = Dropping().double()
+    opt = OCNOpt(model.parameters(), 0.05, model=model, feedback="nonlinear", alignment=alignment)
+    step(model, opt)
+    assert opt.game.why_accumulated is None
+
+
+class Sharing(nn.Module):
+    """One skip connection for two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.head, self.skip = nn.Linear(5, 4), nn.Linear(4, markov.CLASSES), nn.Linear(4, 4)
+        self.paths = nn.ModuleList([Blocks.path(2), Blocks.path(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.tanh(self.into(x))
+        for path in self.paths:
+            z = path(z) + self.skip(z)
+        return self.head(z)
+
+
+def test_a_skip_connection_of_two_blocks() -> None:
+    with seeded(0):
+        model = Sharing().double()
+    opt = OCNOpt(model.parameters(), 0.05, model=model, feedback="nonlinear", alignment={"skip": "last"})
+    step(model, opt)
+    assert opt.game.late == {"skip": 1, "skip#2": 1}
+
+
+# --- where there is nothing to choose ---
+
+
+def test_in_a_chain_nothing_can_be_late() -> None:
+    model = Blocks.path(3).double()
+    opt = OCNOpt(model.parameters(), 0.05, model=model, feedback="nonlinear", alignment=2)
+    model(torch.randn(B, 4, dtype=torch.float64)).square().mean().backward()
+    with pytest.raises(ValueError, match="alignment=2 is not possible: no branch of this network can be late"):
+        opt.step()
+
+
+def test_where_it_has_no_effect_it_is_said() -> None:
+    with pytest.warns(UserWarning, match="alignment='last' has no effect with feedback='linear'"):
+        OCNOpt(Blocks().parameters(), alignment="last")
+    with pytest.raises(ValueError, match="alignment='last' needs the network"):
+        OCNOpt(Blocks().parameters(), alignment="last", bellman="paper")
+
+
+def test_trace_shows_the_alignment_that_is_set() -> None:
+    _model, opt = make(alignment="last")
+    assert opt.game.trace(torch.randn(2, 5, dtype=torch.float64)).late == {"one.skip": 2, "two.skip": 1}

@@ -53,7 +53,7 @@ class Case:
     def loss(self, output: Tensor) -> Tensor:
         return cross_entropy(output, self.y)
 
-    def dense(self, copies: int = 1, **options: Any) -> reference.Solution:
+    def dense(self, **options: Any) -> reference.Solution:
         metric = [torch.eye(len(t), dtype=t.dtype) / (LR if options.get("mode") != "paper" else 1) for t in self.thetas]
         costs = [DECAY * t for t in self.thetas]
         step = LR if options.get("mode") == "paper" else 1.0

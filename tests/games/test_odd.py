@@ -103,6 +103,33 @@ class Twice(Net):
         return {"logits": out, "also": [out]}
 
 
+class Aside(Net):
+    """A second output, ready long before the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Any:
+        z = torch.tanh(self.into(x))
+        return {"logits": self.head(self.block(z)), "also": [3 * self.aside(z)]}
+
+
+class Listed(Net):
+    """A player that gets its input in a list, through which the gradient cannot be told edge by edge."""
+
+    class Layer(nn.Linear):
+        def forward(self, parts: list[Tensor]) -> Tensor:  # type: ignore[override]
+            return super().forward(parts[0] * parts[1])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = self.Layer(WIDTH, WIDTH)
+
+    def block(self, z: Tensor) -> Tensor:
+        return z + self.b(torch.tanh(self.a([z, z])))
+
+
 class Collecting(Net):
     """A player appends to a list that it is given."""
 
@@ -180,6 +207,8 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "complex": Complex,
     "the same output twice": Twice,
     "a list argument": Collecting,
+    "input in a list": Listed,
+    "an output aside": Aside,
     "gradients enabled inside": Enabled,
     "routed": Routed,
     "weighed": Weighed,
