@@ -89,6 +89,7 @@ def test_the_trainer_does_what_one_would_write_by_hand() -> None:
     assert memory.records[-1] == {
         "kind": "final",
         "test_accuracy": last["test_accuracy"],
+        "test_loss": last["test_loss"],
         "train_loss": last["train_loss"],
         "seconds": last["seconds"],
         "diverged": False,

@@ -70,3 +70,21 @@ def test_bad_options_are_named() -> None:
         build("conv_ode", (1, 5, 5), 3, halvings=1)
     with pytest.raises(ValueError, match="height and width of at least 10"):
         build("conv_ode", (1, 8, 8), 3)
+
+
+def test_a_solver_with_a_fixed_grid_takes_the_steps_it_is_told() -> None:
+    x = torch.randn(2, *SHAPE)
+    for steps in (4, 8):
+        net = build("conv_ode", SHAPE, 3, channels=4, solver="rk4", steps=steps, time=0.5)
+        net(x)
+        assert block_of(net).nfe.forward == 4 * steps
+    torch.manual_seed(0)
+    fine, adams = (
+        build("conv_ode", SHAPE, 3, channels=4, solver=solver, tolerance=1e-4, steps=50)
+        for solver in ("dopri5", "implicit_adams")
+    )
+    torch.testing.assert_close(fine(x), adams(x), rtol=1e-2, atol=1e-2)
+    with pytest.raises(ValueError, match="steps must be at least 1; got 0"):
+        build("conv_ode", SHAPE, 3, solver="rk4", steps=0)
+    with pytest.raises(ValueError, match="time must be greater than 0; got 0"):
+        build("conv_ode", SHAPE, 3, time=0.0)

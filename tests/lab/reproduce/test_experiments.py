@@ -399,4 +399,4 @@ def test_command_shows_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, caps
 def test_unknown_experiment(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="name must be one of table1, robust, ablation, complexity, feedback"):
         reproduce("table9", Bench(tmp_path))
-    assert len(EXPERIMENTS) == 7
+    assert len(EXPERIMENTS) == 11

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from ocnopt.lab.cli import shared
 from ocnopt.lab.pool import default_workers
+from ocnopt.lab.schema import ConfigError
 from ocnopt.lab.world import find_device
 
 if TYPE_CHECKING:
@@ -24,12 +25,25 @@ if TYPE_CHECKING:
 
 class Experiment(StrEnum):
     TABLE1 = "table1"
+    TABLE2 = "table2"
+    SENSITIVITY = "sensitivity"
+    HORIZON = "horizon"
+    CONVERGENCE = "convergence"
     ROBUST = "robust"
     ABLATION = "ablation"
     COMPLEXITY = "complexity"
     FEEDBACK = "feedback"
     BANDIT = "bandit"
     MULTIPLAYER = "multiplayer"
+
+
+#: those with a differential equation in them
+CONTINUOUS = (Experiment.TABLE2, Experiment.SENSITIVITY, Experiment.HORIZON, Experiment.CONVERGENCE)
+
+
+class Solver(StrEnum):
+    DOPRI5 = "dopri5"
+    IMPLICIT_ADAMS = "implicit_adams"
 
 
 class Scale(StrEnum):
@@ -44,6 +58,9 @@ HELP = shared.help_text(
     and off, for every baseline. complexity: run time and memory against batch size. feedback: what the policies of the
     layers look at, as images. bandit: alignment of skip connections. multiplayer: fictitious players.
 
+    Of Neural ODEs: table2: images, time series and densities. sensitivity: learning rates. horizon: final times that
+    are learned. convergence: against wall-clock time. They take --solver.
+
     Writes a folder with a JSON file, a Markdown page and figures. At the quick scale it takes minutes on subsets
     of the data, and for few epochs; the page says which. The convolutional rows of table1 want a GPU even then, or
     fewer epochs and samples. Runs that are in the folder already are not repeated.""",
@@ -53,6 +70,7 @@ HELP = shared.help_text(
     "ocnopt reproduce ablation",
     "ocnopt reproduce complexity",
     "ocnopt reproduce feedback --data-dir /data",
+    "ocnopt reproduce table2 --only Circle --solver implicit_adams",
     "ocnopt reproduce bandit",
     "ocnopt reproduce multiplayer",
     "ocnopt reproduce table1 --scale full --device cuda",
@@ -75,6 +93,9 @@ def command(
     train_limit: Annotated[
         int | None, typer.Option(min=1, help="Training samples.", show_default="those of the scale")
     ] = None,
+    solver: Annotated[
+        Solver | None, typer.Option(help="Of Neural ODEs: Runge-Kutta or Adams-Moulton.", show_default="dopri5")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for everything.", show_default="runs/reproduce-EXPERIMENT-SCALE")
     ] = None,
@@ -89,6 +110,8 @@ def command(
     folder = out or Path("runs") / f"reproduce-{experiment.value}-{scale.value}"
     with shared.plain_errors():
         place = find_device(device)
+        if solver is not None and experiment not in CONTINUOUS:
+            raise ConfigError(f"--solver is for experiments on Neural ODEs: {', '.join(CONTINUOUS)}")
         bench = Bench(
             folder=folder,
             scale="quick" if scale is Scale.QUICK else "full",
@@ -99,6 +122,7 @@ def command(
             seed=seed,
             epochs=epochs,
             train_limit=train_limit,
+            solver=(solver or Solver.DOPRI5).value,
             only=tuple(only or ()),
         )
         with _progress(quiet=json_output) as (tell, count):

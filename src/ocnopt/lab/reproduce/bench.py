@@ -47,6 +47,7 @@ class Bench:
         data_dir, download: as in :func:`ocnopt.lab.data.load`.
         seed: the first of the seeds.
         epochs, train_limit: instead of those of the scale.
+        solver: of Neural ODEs.
         only: names of the parts to run (datasets, or ``network-dataset``); all of them when empty.
         tell: is given a line of progress now and then.
         count: is told what is being done, how much of it is done, and of how much.
@@ -61,6 +62,7 @@ class Bench:
     seed: int = 0
     epochs: int | None = None
     train_limit: int | None = None
+    solver: str = "dopri5"
     only: tuple[str, ...] = ()
     tell: Tell = field(default=lambda line: None)
     count: Count = field(default=lambda what, done, total: None)

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ocnopt.lab.models.ode.block import ode_block
 from ocnopt.lab.models.plain import Shape, activation_of
 from ocnopt.ode import NeuralODE
 from ocnopt.ode.layers import ConcatSquashLinear, TimeSequential
@@ -126,8 +127,12 @@ def ffjord(
     rtol: float = 1e-6,
     atol: float = 1e-8,
     gradient: str = "adjoint",
+    steps: int = 20,
 ) -> Flow:
-    """``depth`` hidden layers of ``width`` units, each gated and shifted by the time; ``flows`` of these in a row."""
+    """``depth`` hidden layers of ``width`` units, each gated and shifted by the time; ``flows`` of these in a row.
+
+    ``steps`` are those of a solver that does not choose its own.
+    """
     if len(input_shape) != 1:
         raise ValueError(f"input_shape must be (features,) for this network; got {input_shape}")
     for name, value in (("width", width), ("depth", depth), ("flows", flows)):
@@ -135,12 +140,12 @@ def ffjord(
             raise ValueError(f"{name} must be at least 1; got {value}")
     act, dimension = activation_of(activation), input_shape[0]
 
-    def block() -> NeuralODE:
+    def flow() -> NeuralODE:
         sizes = [dimension, *[width] * depth, dimension]
         layers: list[nn.Module] = []
         for n_in, n_out in pairwise(sizes):
             layers += [ConcatSquashLinear(n_in, n_out), act()]
         field = FlowField(TimeSequential(*layers[:-1]))  # the speed is not activated
-        return NeuralODE(field, (0.0, time), solver, rtol, atol, gradient)
+        return ode_block(field, time, solver, rtol, atol, gradient, steps)
 
-    return Flow([block() for _ in range(flows)], dimension, trace, test_trace)
+    return Flow([flow() for _ in range(flows)], dimension, trace, test_trace)

@@ -6,8 +6,9 @@ from typing import Literal
 
 from torch import nn
 
+from ocnopt.lab.models.ode.block import ode_block
 from ocnopt.lab.models.plain import Shape, image_size
-from ocnopt.ode import Horizon, NeuralODE
+from ocnopt.ode import Horizon
 from ocnopt.ode.layers import ConcatConv2d, TimeSequential
 
 LearnTime = Literal["off", "feedback", "first_order"]
@@ -22,6 +23,7 @@ def conv_ode(
     solver: str = "dopri5",
     tolerance: float = 1e-3,
     gradient: str = "adjoint",
+    steps: int = 10,
     time: float = 1.0,
     learn_time: LearnTime = "off",
     time_penalty: float = 0.1,
@@ -31,7 +33,8 @@ def conv_ode(
     """Convolutions that halve the image, twice, an ODE of two convolutions that know the time, a linear layer.
 
     ``time`` is T, where the ODE ends; ``learn_time`` moves it in the course of the training, at the price of
-    ``time_penalty`` (c) and with a step size of ``time_lr``, every ``time_every`` steps.
+    ``time_penalty`` (c) and with a step size of ``time_lr``, every ``time_every`` steps. ``steps`` are those of a
+    solver that does not choose its own.
     """
     if halvings < 0:
         raise ValueError(f"halvings must not be negative; got {halvings}")
@@ -51,12 +54,11 @@ def conv_ode(
         norm(), nn.ReLU(), ConcatConv2d(channels, channels, padding=1),
         norm(), nn.ReLU(), ConcatConv2d(channels, channels, padding=1), norm(),
     )  # fmt: skip
-    block = NeuralODE(field, (0.0, time), solver, tolerance, tolerance, gradient, learn_horizon=horizon)
     shrinking: list[nn.Module] = [nn.Conv2d(n_in, channels, 3)]
     for _ in range(halvings):
         shrinking += [norm(), nn.ReLU(), nn.Conv2d(channels, channels, 4, 2, 1)]
     return nn.Sequential(
         *shrinking,
-        block,
+        ode_block(field, time, solver, tolerance, tolerance, gradient, steps, horizon),
         norm(), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes),
     )  # fmt: skip

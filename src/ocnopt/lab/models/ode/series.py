@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ocnopt.lab.models.ode.block import ode_block
 from ocnopt.lab.models.plain import Shape
 from ocnopt.ode import NeuralODE
 from ocnopt.ode.layers import TimeSequential
@@ -60,10 +61,12 @@ def ode_rnn(
     solver: str = "dopri5",
     tolerance: float = 1e-3,
     gradient: str = "adjoint",
+    steps: int = 2,
 ) -> ODERNN:
     """A field of ``depth`` hidden layers of ``width`` units with tanh, which does not know the time.
 
-    The grid of times is an interval of length ``time``.
+    The grid of times is an interval of length ``time``; from one time to the next, a solver that does not choose its
+    own steps takes ``steps`` of them.
     """
     if len(input_shape) != 2 or input_shape[1] < 2:
         raise ValueError(f"input_shape must be (times, channels + 1) of a time series; got {input_shape}")
@@ -74,5 +77,5 @@ def ode_rnn(
     for _ in range(depth - 1):
         layers += [nn.Linear(width, width), nn.Tanh()]
     field = TimeSequential(*layers, nn.Linear(width, hidden))
-    ode = NeuralODE(field, (0.0, time), solver, tolerance, tolerance, gradient)
+    ode = ode_block(field, time, solver, tolerance, tolerance, gradient, steps * input_shape[0])
     return ODERNN(ode, GatedUnit(input_shape[1] - 1, hidden), nn.Linear(hidden, classes), time)

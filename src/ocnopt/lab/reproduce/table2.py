@@ -1,0 +1,100 @@
+"""Tables II and V of the paper: Neural ODEs for images, time series and densities, each with the best of its grid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import mean
+from typing import Any
+
+from ocnopt.lab.reproduce import continuous, ode_figures
+from ocnopt.lab.reproduce.bench import Bench, Finding
+from ocnopt.lab.reproduce.continuous import METHODS, TITLES, Column, Found
+from ocnopt.lab.reproduce.tuning import spread
+from ocnopt.lab.reproduce.verdict import deviation, exceeds
+
+Findings = Mapping[tuple[str, str], Found]
+
+
+def run(bench: Bench) -> Finding:
+    """Search each grid with one seed, then run its best setting with the other seeds."""
+    columns = continuous.select(bench)
+    seeds = bench.seeds(quick=3, full=3)
+    found = continuous.search(bench, columns, seeds)
+    figure = bench.folder / f"table2-{bench.solver}.png"
+    ode_figures.draw_table(figure, columns, found, bench.solver)
+    number = "II" if bench.solver == "dopri5" else "V"
+    return Finding(
+        title=f"Table {number}: Neural ODEs, test accuracy in percent (flows: negative log-likelihood)",
+        setting=continuous.describe(columns, bench, seeds),
+        data=[_document(column, method, found, bench.solver) for column in columns for method in METHODS],
+        headings=("", *(column.dataset for column in columns)),
+        rows=[line for method in METHODS for line in _lines(method, columns, found, bench.solver)],
+        verdict=_verdict(columns, found, bench.solver),
+        remarks=[
+            "Mean ± standard deviation over seeds. Bold is the best of a column. More is better, for flows less.",
+            _choices(columns, found),
+        ],
+        figures={figure.name: "Each optimizer on each dataset, ours and the paper's"},
+    )
+
+
+def _document(column: Column, method: str, found: Findings, solver: str) -> dict[str, Any]:
+    here = found[column.key, method]
+    return {
+        "dataset": column.dataset,
+        "method": TITLES[method],
+        "options": dict(here.best.options),
+        "tests": here.tests(),
+        "paper": column.in_paper(solver).get(method),
+        "grid": [
+            {"lr": optimizer.lr, "held_out": continuous.held_out(each), "test": continuous.test_value(each)}
+            for optimizer, each in here.tried
+        ],
+    }
+
+
+def _lines(method: str, columns: Sequence[Column], found: Findings, solver: str) -> list[list[str]]:
+    ours, paper = [], []
+    for column in columns:
+        means = {each: mean(found[column.key, each].tests()) for each in METHODS}
+        digits = 3 if column.by_loss else 2
+        ours.append(_bold(spread(found[column.key, method].tests(), digits), means[method] == column.best(means)))
+        printed = column.in_paper(solver)
+        value = f"{printed[method]:.2f}" if printed else "–"
+        paper.append(_bold(value, bool(printed) and printed[method] == column.best(printed)))
+    return [[f"{TITLES[method]}, ours", *ours], [f"{TITLES[method]}, paper", *paper]]
+
+
+def _bold(text: str, best: bool) -> str:
+    return f"**{text}**" if best else text
+
+
+def _verdict(columns: Sequence[Column], found: Findings, solver: str) -> str:
+    """Where OCNOpt is at least as good as both, and where the paper says so."""
+    first: list[str] = []
+    behind: list[str] = []
+    for column in columns:
+        tests = {method: found[column.key, method].tests() for method in METHODS}
+        means = {method: mean(values) for method, values in tests.items()}
+        others = {method: value for method, value in means.items() if method != "ocnopt"}
+        rival = next(method for method in others if others[method] == column.best(others))
+        gap = means["ocnopt"] - means[rival]
+        clear = exceeds(gap, deviation(tests["ocnopt"]), deviation(tests[rival]))
+        note = f"{column.dataset} ({gap:+.2f} against {TITLES[rival]}{'' if clear else ', within the deviation'})"
+        (first if gap == 0 or (gap < 0) == column.by_loss else behind).append(note)
+    printed = [column.in_paper(solver) for column in columns]
+    in_paper = sum(p["ocnopt"] == c.best(p) for c, p in zip(columns, printed, strict=True) if p)
+    texts = [
+        f"{text} in {len(notes)}: {', '.join(notes)}"
+        for text, notes in (("at least as good as Adam and SGD", first), ("not as good as the better of them", behind))
+        if notes
+    ]
+    return f"OCNOpt is {'; '.join(texts)}. In the paper it is first in {in_paper} of these {len(columns)}."
+
+
+def _choices(columns: Sequence[Column], found: Findings) -> str:
+    chosen = [
+        f"{column.dataset}: {', '.join(f'{TITLES[m]} {found[column.key, m].best.lr:g}' for m in METHODS)}"
+        for column in columns
+    ]
+    return f"Chosen learning rates. {'; '.join(chosen)}."
