@@ -104,6 +104,7 @@ def test_the_network_is_in_training_mode_again_after_a_reward() -> None:
     assert modes == [True, False] * 5
 
 
+@pytest.mark.filterwarnings("ignore:alignment='adaptive' has no effect")
 def test_what_adaptive_alignment_needs() -> None:
     run = residual_run()
     with pytest.raises(ConfigError, match=r"^data\.validation must be > 0 with optimizer\.alignment = 'adaptive'"):
