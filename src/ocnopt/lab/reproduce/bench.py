@@ -74,10 +74,6 @@ class Bench:
     def seeds(self, quick: int, full: int) -> tuple[int, ...]:
         return tuple(range(self.seed, self.seed + (quick if self.quick else full)))
 
-    def chosen(self, network: str, dataset: str) -> bool:
-        """Whether a part was asked for."""
-        return not self.only or any(name.lower() in _names(network, dataset) for name in self.only)
-
     def select(self, parts: Sequence[P]) -> list[P]:
         """Those that were asked for. A name that is none of theirs is refused: nobody asks for nothing."""
         known = {name for part in parts for name in _names(part.network, part.dataset)}
@@ -85,7 +81,8 @@ class Bench:
             if name.lower() not in known:
                 all_parts = ", ".join(f"{part.network}-{part.dataset}".lower() for part in parts)
                 raise ConfigError(f"only must name parts of this experiment at this scale ({all_parts}), got {name!r}")
-        return [part for part in parts if self.chosen(part.network, part.dataset)]
+        wanted = {name.lower() for name in self.only}
+        return [part for part in parts if not wanted or wanted & _names(part.network, part.dataset)]
 
     def load(self, config: DataConfig) -> Dataset:
         return load_data(config, self.data_dir, self.download)
