@@ -162,7 +162,7 @@ class Trainer:
     def game(self) -> Game:
         """The game of an adaptive alignment, once the first step has been taken."""
         assert isinstance(self.optimizer, OCNOpt)
-        if not self.optimizer.game.bandits:
+        if not any(bandit.arms > 1 for bandit in self.optimizer.game.bandits.values()):
             raise ConfigError(
                 "optimizer.alignment: 'adaptive' has nothing to choose: it needs feedback = 'nonlinear' (or bellman = "
                 "'paper') and a network with a branch that can act later"
