@@ -329,8 +329,9 @@ class OCNOpt(Optimizer):
     @property
     def game(self) -> Game:
         """The layers as players: stages, branches that can move, alignment, a drawing."""
-        self._arrangement.game.rules = self._rules
-        return self._arrangement.game
+        game = self._arrangement.game
+        game.rules, game.tape = self._rules, self._tape
+        return game
 
     @property
     def _rules(self) -> dict[str, Alignment]:

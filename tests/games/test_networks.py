@@ -137,6 +137,16 @@ def test_the_game_of_a_transformer() -> None:
     assert [reader for _, reader in stages[6].state].count("blocks.0.up") == 1
 
 
+def test_a_trace_beside_the_hooks_of_a_game() -> None:
+    """Of an optimizer that watches inputs and outputs: the same picture as without one."""
+    pictures = []
+    for feedback in ("linear", "nonlinear"):
+        model = markov.Residual(True)
+        opt = OCNOpt(model.parameters(), model=model, feedback=feedback)
+        pictures.append(opt.game.trace(torch.randn(2, 5)).draw())
+    assert pictures[0] == pictures[1]
+
+
 def test_tracing_changes_nothing() -> None:
     with seeded(0):
         model = resnet18()

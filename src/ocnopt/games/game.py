@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
 from torch import nn
 
+from ocnopt.capture import Tape
 from ocnopt.games.alignment import Aligner, Alignment
 from ocnopt.games.bandit import Bandit
 from ocnopt.games.flow import Flow, name_of
 from ocnopt.games.live import Edges
 from ocnopt.games.schedule import Branch, Placement, Schedule
 from ocnopt.games.trace import record
+from ocnopt.records import Rollout
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Game:
         self.model = model
         self.aligner = aligner or Aligner()
         self.rules: Mapping[str, Alignment] = {}
+        self.tape: Tape | None = None
         self.why_accumulated: str | None = None  #: why the last step did not go by the stages and their live edges
         self._round: Round | None = None
 
@@ -68,7 +72,9 @@ class Game:
         """Find the data flow by running the model on these inputs, which changes nothing in it."""
         if self.model is None:
             raise RuntimeError("game.trace needs a network: pass model=... to the optimizer, or call attach(model)")
-        flow = record(self.model, args, kwargs)
+        idle = nullcontext() if self.tape is None else self.tape.following(Rollout())  # its hooks put in views
+        with idle:
+            flow = record(self.model, args, kwargs)
         if flow.unknown is not None:
             raise RuntimeError(f"the data flow of this network cannot be followed: {flow.unknown}")
         fixed = {prefix: rule for prefix, rule in self.rules.items() if rule.rule not in ("random", "adaptive")}
