@@ -61,8 +61,9 @@ def test_a_stride_takes_every_so_many_th_time() -> None:
     assert torch.equal(thin.lengths, thin.x[..., -1].sum(1).long())
 
 
-def test_every_series_keeps_an_observation() -> None:
-    assert (data.irregular(series(), 0.99).train.x[..., -1].sum(1) == 1).all()
+@pytest.mark.parametrize("missing", [0.99, 1 - 1e-12])
+def test_every_series_keeps_an_observation(missing: float) -> None:
+    assert (data.irregular(series(), missing).train.x[..., -1].sum(1) == 1).all()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.lab.small import create
 from typer.testing import CliRunner
 
@@ -63,6 +64,12 @@ def test_a_density_is_measured_by_its_loss(optimizer: dict[str, Any], tmp_path: 
 def test_the_loss_of_knowing_nothing() -> None:
     dataset = load_data(parse_run(circle({"name": "adam"})).data)
     assert DENSITY.guessing(dataset) == pytest.approx(math.log(2 * math.pi * math.e))
+
+
+def test_the_loss_of_a_density_is_minus_its_logarithm() -> None:
+    logarithms, nothing = torch.tensor([1.0, 3.0]), torch.zeros(2)
+    assert DENSITY.loss(logarithms, nothing, "mean") == -2
+    assert DENSITY.loss(logarithms, nothing, "sum") == -4
 
 
 def test_tables_of_a_density_show_losses(tmp_path: Path) -> None:

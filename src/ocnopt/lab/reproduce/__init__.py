@@ -12,16 +12,16 @@ __all__ = ["EXPERIMENTS", "Bench", "Finding", "reproduce"]
 #: what can be reproduced, and what it shows
 EXPERIMENTS = {
     "table1": "Table I: test accuracy of all optimizers",
-    "table2": "Tables II and V: Neural ODEs for images, time series and densities",
-    "sensitivity": "Neural ODEs: what comes out against the learning rate",
-    "horizon": "Table IV: the final time of a Neural ODE, learned",
-    "convergence": "Neural ODEs: convergence against wall-clock time",
     "robust": "training with learning rates that are too large for SGD",
     "ablation": "what the feedback changes for each baseline",
     "complexity": "run time and memory against batch size",
     "feedback": "what the feedback policies look at, as images",
     "bandit": "Table III: alignment of skip connections, fixed, random and adaptive",
     "multiplayer": "fictitious players: training and accuracy against their number",
+    "table2": "Tables II and V: Neural ODEs for images, time series and densities",
+    "sensitivity": "Neural ODEs: what comes out against the learning rate",
+    "horizon": "Table IV: the final time of a Neural ODE, learned",
+    "convergence": "Neural ODEs: convergence against wall-clock time",
 }
 
 
