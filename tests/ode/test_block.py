@@ -131,6 +131,23 @@ def test_checkpoints_on_the_times_themselves() -> None:
     assert torch.allclose(plain(x, all_times=True), cut(x, all_times=True), rtol=1e-12)
 
 
+@pytest.mark.parametrize("t", [(0.0, 1.0), (1.0, 0.0), (0.0, 2.1), (0.0, 0.7, 1.0), (0.0, 0.5)])
+def test_checkpoints_never_add_a_step(t: tuple[float, ...]) -> None:
+    field, x = Net(), batch()
+    solve = {"solver": "euler", "options": {"step_size": 0.7}, "gradient": "discretize"}
+    plain, cut = NeuralODE(field, t=t, **solve), NeuralODE(field, t=t, checkpoints=5, **solve)
+    assert torch.allclose(plain(x, all_times=True), cut(x, all_times=True), rtol=1e-12)
+    assert plain.nfe.forward == cut.nfe.forward
+
+
+@pytest.mark.parametrize("solve", [{}, {"solver": "rk4", "options": {"step_size": 0.1}}])
+def test_borders_that_are_times_in_single_precision(solve: dict[str, Any]) -> None:
+    field, x, t = Net().float(), batch().float(), (0.0, *(k / 10 for k in range(1, 10)), 0.9 + 0.1)
+    plain = NeuralODE(field, t=t, gradient="discretize", **solve)
+    cut = NeuralODE(field, t=t, gradient="discretize", checkpoints=10, **solve)
+    assert torch.allclose(plain(x, all_times=True), cut(x, all_times=True), rtol=1e-3, atol=3e-4)
+
+
 class Held:
     """How many bytes autograd keeps for the backward pass."""
 

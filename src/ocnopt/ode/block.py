@@ -208,14 +208,13 @@ class NeuralODE(Host):
         finally:
             buffers.restore()
 
-    def _segments(self, times: tuple[float, ...], like: Tensor) -> list[Tensor]:
+    def _segments(self, times: tuple[float, ...], at: Tensor) -> list[Tensor]:
         assert self.checkpoints is not None
         options, adaptive = self.solver.options or {}, self.solver.adaptive
         why = time.why_not_checkpointed(times, self.checkpoints, options, adaptive)
         if why is not None:
             raise ValueError(f"{self.name}: {why}")
-        pieces = time.segments(times, self.checkpoints, options.get("step_size"), adaptive)
-        return [time.on_device(piece, like) for piece in pieces]
+        return time.segments(at, self.checkpoints, options.get("step_size"), adaptive)
 
     @property
     def name(self) -> str:

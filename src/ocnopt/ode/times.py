@@ -33,24 +33,29 @@ def on_device(times: Sequence[float], like: Tensor) -> Tensor:
     return torch.tensor(times, dtype=like.dtype, device=like.device)
 
 
-def segments(times: tuple[float, ...], count: int, step_size: float | None, adaptive: bool) -> list[tuple[float, ...]]:
-    """The times in ``count`` pieces, each beginning where the one before ended, with borders between them.
+def segments(times: Tensor, count: int, step_size: float | None, adaptive: bool) -> list[Tensor]:
+    """The times in at most ``count`` pieces, each beginning where the one before ended, with borders between them.
 
     Borders never add a step to a fixed grid: they are grid points where ``step_size`` makes one, and else (the times
     themselves are the grid) some of the times.
     """
-    t0, T = times[0], times[-1]
+    at = times.tolist()
+    wanted = times.new_tensor(_borders(times, count, step_size, adaptive)).tolist()
+    borders = list(dict.fromkeys(wanted))  # which may coincide in the dtype of the times
+    pieces = [(a, *(t for t in at if min(a, b) < t < max(a, b)), b) for a, b in pairwise(borders)]
+    return [times.new_tensor(piece) for piece in pieces]
+
+
+def _borders(times: Tensor, count: int, step_size: float | None, adaptive: bool) -> list[float]:
+    at = times.tolist()
+    t0, T = at[0], at[-1]
     if adaptive:
-        borders = [t0 + (T - t0) * k / count for k in range(count + 1)]
-    elif step_size is not None:
-        steps = math.ceil(abs(T - t0) / step_size)
-        chosen = sorted({round(steps * k / count) for k in range(count)})
-        borders = [t0 + math.copysign(step_size * k, T - t0) for k in chosen] + [T]
-    else:
-        last = len(times) - 1
-        borders = [times[k] for k in sorted({round(last * k / count) for k in range(count + 1)})]
-    borders[-1] = T
-    return [(a, *(t for t in times if min(a, b) < t < max(a, b)), b) for a, b in pairwise(borders)]
+        return [*(t0 + (T - t0) * k / count for k in range(count)), T]
+    if step_size is not None:
+        steps = int(((times[-1] - times[0]).abs() / step_size + 1).ceil()) - 1  # rounded as torchdiffeq does
+        count = min(count, steps)
+        return [*(t0 + math.copysign(step_size * round(steps * k / count), T - t0) for k in range(count)), T]
+    return [at[round((len(at) - 1) * k / count)] for k in range(count + 1)]
 
 
 def why_not_checkpointed(
