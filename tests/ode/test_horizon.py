@@ -64,6 +64,21 @@ def test_feedback_is_the_closed_form_with_the_step_just_taken(make: Any) -> None
     assert model[0].t[1] == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.parametrize("make", [OCNOpt, torch.optim.SGD])
+@pytest.mark.parametrize("method", ["feedback", "first_order"])
+def test_climbing_is_descending_on_the_loss_with_the_other_sign(make: Any, method: str) -> None:
+    found = []
+    for maximize in (True, False):
+        model = model_of(Horizon(C, lr=0.05, method=method))
+        opt = make(model.parameters(), lr=0.05, maximize=maximize, weight_decay=0.1)
+        model[0].horizon.follow(opt, [*model[0].field.parameters()])
+        (loss_of(model, batch()) * (-1) ** (not maximize)).backward()
+        opt.step()
+        found.append(model[0].t[1])
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+    assert found[0] != 1.2
+
+
 def test_tuple_states_and_all_times_give_the_same_slope() -> None:
     found = []
     for all_times in (False, True):

@@ -135,7 +135,8 @@ class LearnedHorizon(nn.Module):
         p_dtheta, cost = 0.0, 0.0
         if before:
             p_dtheta, cost = _inner(parameters, before), _running_cost(optimizer, parameters, before)
-        delta = self.settings.step(self.T, float(torch.stack(psi).sum()), p_dtheta, cost)
+        sign = -1.0 if _climbs(optimizer, parameters) else 1.0  # what is minimised beside (c/2) T²: L, or −L
+        delta = self.settings.step(self.T, sign * float(torch.stack(psi).sum()), sign * p_dtheta, cost)
         if math.isfinite(delta):  # a bad batch moves nothing
             self.T = max(self.settings.minimum, self.T + delta)
             self.count = 0
@@ -149,6 +150,14 @@ def _inner(parameters: list[Tensor], before: list[Tensor]) -> float:
         if p.grad is not None
     ]
     return float(torch.stack(terms).sum()) if terms else 0.0
+
+
+def _climbs(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> bool:
+    """Does the optimizer maximize the loss, as far as the field is concerned?"""
+    mine = {id(p) for p in parameters}
+    return any(
+        group.get("maximize", False) for group in optimizer.param_groups if mine & {id(p) for p in group["params"]}
+    )
 
 
 def _running_cost(optimizer: torch.optim.Optimizer, parameters: list[Tensor], before: list[Tensor]) -> float:
