@@ -32,6 +32,7 @@ class Execution:
     outputs: Mapping[int, Tensor]
     h: Mapping[int, Tensor]
     autocast: torch.dtype | None = None
+    overwritten: bool = False  # were the arguments changed in place since the call?
 
 
 class CannotTell(Exception):

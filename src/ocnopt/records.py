@@ -105,7 +105,7 @@ class Record:
     def execution(self) -> Execution:
         """As the host sees it that the record is about."""
         h = {i: self.origin.scaled(h) for i, h in self.h.items()}
-        return Execution(self.args, self.kwargs, self.outputs, h, self.autocast)
+        return Execution(self.args, self.kwargs, self.outputs, h, self.autocast, self.overwritten())
 
     def call(self) -> Call:
         """As the layer's adapter sees it. Only for records whose (first) output an adjoint arrived at."""

@@ -14,7 +14,7 @@ from tests.ode.fields import METHODS, Net, batch, options_of
 from torch import Tensor, nn
 
 from ocnopt import Groups, OCNOpt, layers
-from ocnopt.hosts import Execution
+from ocnopt.hosts import CannotTell, Execution
 from ocnopt.layers.base import Call
 from ocnopt.ode import NeuralODE, SolverError
 from ocnopt.ode.layers import ConcatConv2d, ConcatSquashLinear, TimeSequential
@@ -461,6 +461,63 @@ def test_a_solve_that_fails_keeps_the_old_curvature_and_says_so() -> None:
         model[2].field.fails = False
     assert all(p.isfinite().all() for p in model.parameters())
     assert not torch.equal(basis, opt.state[model[2].field.one.weight]["input_basis"])
+
+
+class Contracting(nn.Module):
+    """x runs after a moving target at the rate k: errors grow by e^{kT} when it is solved backward."""
+
+    def __init__(self, k: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.k, self.one = k, nn.Linear(3, 3).double()
+
+    def forward(self, t: Tensor, x: Tensor) -> Tensor:
+        return self.k * (torch.tanh(self.one(x)) - x + torch.sin(3 * t))
+
+
+@pytest.mark.parametrize(("k", "dtype", "nodes"), [(15.0, torch.float64, 4), (30.0, torch.float32, 3)])
+@pytest.mark.parametrize("solve", [{"solver": "rk4", "options": {"step_size": 0.01}}, {"rtol": 1e-6, "atol": 1e-6}])
+def test_a_field_that_contracts(k: float, dtype: torch.dtype, nodes: int, solve: dict[str, Any]) -> None:
+    field = Contracting(k).to(dtype)
+    block = NeuralODE(field, t=(0.0, 2.0), gradient="discretize", nodes=nodes, **solve)
+    calls = inner_calls(block, batch(B).to(dtype))["field.one"]
+    at = sorted(2.0 * (1 - s) for s, _ in gauss_legendre(nodes))
+    with torch.no_grad():
+        exact = NeuralODE(field.double(), **TIGHT)(batch(B), t=(0.0, *at), all_times=True)[1:].flip(0)
+    for call, wanted in zip(calls, exact, strict=True):
+        assert torch.allclose(call.args[0].double(), wanted, rtol=2e-2, atol=2e-2)
+        assert call.h.isfinite().all()
+
+
+class Residual(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        x += self.block(x)
+        return x
+
+
+def test_an_input_that_is_overwritten_is_not_solved_from() -> None:
+    seen = []
+    for residual in (True, False):
+        block = NeuralODE(Net(), **TIGHT)
+        model = Residual(block) if residual else block
+        opt = optimizer(model)
+        x = batch(B)
+        (model(x) + (0 if residual else x)).square().sum().backward()
+        opt.step()
+        seen.append(opt.state[block.field.one.weight]["input_factor"])
+    assert torch.allclose(*seen, rtol=1e-8)
+
+
+def test_what_contracts_too_strongly_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ocnopt.ode.look._HALVINGS", 0)
+    block = NeuralODE(Contracting(30.0), t=(0.0, 2.0), solver="rk4", options={"step_size": 0.02}, gradient="discretize")
+    with pytest.raises(CannotTell, match="the field contracts too strongly"):
+        inner_calls(block, batch(B))
 
 
 def test_solver_errors_name_the_block_as_the_model_does() -> None:

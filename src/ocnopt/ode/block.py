@@ -177,16 +177,16 @@ class NeuralODE(Host):
         adjoints = [execution.h[i] if i in execution.h else torch.zeros_like(states[i]) for i in parts]
         if not all_times:
             times = (times[0], times[-1])
-        rows = range(1, len(times))
-        trajectory, jumps = (
-            [tuple(part[k] for part in whole) for k in rows] if all_times else [tuple(whole)]
+        reached, jumps = (
+            [tuple(part[k] for part in whole) for k in range(1, len(times))] if all_times else [tuple(whole)]
             for whole in (states, adjoints)
         )
+        begun = None if execution.overwritten else tuple(part.detach() for part in as_tuple(x))
         F, tupled = Field(self.field, self.nfe), not isinstance(x, Tensor)
         F.collecting = True
         try:
             with self._without_trace(execution, states[0].device), named_failures(self.name, F, "curvature"):
-                return along_solve(self.solver, F, times, trajectory, jumps, tupled, self.nodes, layers)
+                return along_solve(self.solver, F, times, [begun, *reached], jumps, tupled, self.nodes, layers)
         except SolverError as error:
             raise CannotTell(str(error)) from error
 
