@@ -79,6 +79,29 @@ def test_climbing_is_descending_on_the_loss_with_the_other_sign(make: Any, metho
     assert found[0] != 1.2
 
 
+@pytest.mark.parametrize("make", [OCNOpt, torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("unscaled_by_hand", [True, False])
+def test_a_scaled_loss_moves_it_as_the_loss_does(make: Any, unscaled_by_hand: bool) -> None:
+    found = []
+    for scaled in (True, False):
+        model = model_of(Horizon(C, lr=0.05))
+        opt = make(model.parameters(), lr=0.05)
+        model[0].horizon.follow(opt, [*model[0].field.parameters()])
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, enabled=scaled)
+        for i in range(2):
+            opt.zero_grad()
+            for micro in range(2):
+                scaler.scale(loss_of(model, batch(seed=2 * i + micro)).float()).backward()
+            if unscaled_by_hand:
+                scaler.unscale_(opt)
+                nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+            scaler.step(opt)
+            scaler.update()
+        found.append(model[0].t[1])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+    assert abs(found[0] - 1.2) > 1e-3
+
+
 def test_tuple_states_and_all_times_give_the_same_slope() -> None:
     found = []
     for all_times in (False, True):

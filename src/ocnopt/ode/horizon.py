@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ocnopt.ode.field import State, as_tuple
+from ocnopt.scaling import Scaling
 
 METHODS = ("feedback", "first_order")
 
@@ -71,6 +72,7 @@ class LearnedHorizon(nn.Module):
         self._psi: list[Tensor] = []
         self._before: list[Tensor] = []
         self._handles: dict[int, list[RemovableHandle]] = {}
+        self._scaling: dict[int, Scaling] = {}  # by optimizer, as the handles
 
     def get_extra_state(self) -> Tensor:
         return torch.tensor([self.T, self.count], dtype=torch.float64)
@@ -79,7 +81,7 @@ class LearnedHorizon(nn.Module):
         self.T, self.count = float(state[0]), int(state[1])
 
     def __getstate__(self) -> dict[str, Any]:  # of a copy or a pickle: no optimizer's steps move it
-        return {**self.__dict__, "_psi": [], "_before": [], "_handles": {}}
+        return {**self.__dict__, "_psi": [], "_before": [], "_handles": {}, "_scaling": {}}
 
     def extra_repr(self) -> str:
         return f"T={self.T:.6g}, {self.settings}"
@@ -117,18 +119,24 @@ class LearnedHorizon(nn.Module):
         def after(stepped: torch.optim.Optimizer, *_: Any) -> None:
             self._after_step(stepped, parameters)
 
+        scaling = Scaling(nn.ParameterList(parameters), lambda: self.due)
+        self._scaling[id(optimizer)] = scaling
         self._handles[id(optimizer)] = [
             optimizer.register_step_pre_hook(before),
             optimizer.register_step_post_hook(after),
+            *scaling.handles,
         ]
 
     def leave(self, optimizer: torch.optim.Optimizer) -> None:
         for handle in self._handles.pop(id(optimizer), []):
             handle.remove()
+        self._scaling.pop(id(optimizer), None)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
-        psi, before = self._psi, self._before
+        psi, before, scaling = self._psi, self._before, self._scaling[id(optimizer)]
         self._psi, self._before = [], []
+        factor = scaling.factor(scaler=True) if psi else None  # a scaler need not leave a mark on this optimizer
+        scaling.clear()
         self.count += 1
         if self.count < self.settings.update_every or not psi:
             return
@@ -136,7 +144,8 @@ class LearnedHorizon(nn.Module):
         if before:
             p_dtheta, cost = _inner(parameters, before), _running_cost(optimizer, parameters, before)
         sign = -1.0 if _climbs(optimizer, parameters) else 1.0  # what is minimised beside (c/2) T²: L, or −L
-        delta = self.settings.step(self.T, sign * float(torch.stack(psi).sum()), sign * p_dtheta, cost)
+        slope = sign * float(torch.stack(psi).sum()) * (1.0 if factor is None else float(factor))
+        delta = self.settings.step(self.T, slope, sign * p_dtheta, cost)
         if math.isfinite(delta):  # a bad batch moves nothing
             self.T = max(self.settings.minimum, self.T + delta)
             self.count = 0
