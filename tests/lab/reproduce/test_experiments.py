@@ -95,6 +95,16 @@ def a_line(grid: str, lr: float, test: float = 1.0, deviation: float = 0.0) -> L
     return Line(grid, "", points=1, done=1, failed=0, best=best, paper=None, errors=[])
 
 
+def test_numbers_far_below_the_others_do_not_flatten_a_panel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: list[str] = []
+    bars: list[float] = []
+    monkeypatch.setattr(Axes, "text", lambda ax, x, y, text, **_: texts.append(text))
+    monkeypatch.setattr(Axes, "errorbar", lambda ax, x, y, *_, **__: bars.append(y))
+    found = {"fcn-wine": [a_line("adam", 0.1, 90.0), a_line("ddp", 0.1, 37.8, 47.0)]}
+    figures.draw_table(tmp_path / "table1.png", TABLE1[:1], found)
+    assert (bars, texts) == ([90.0], ["↓ 38"])
+
+
 def test_verdict_of_table1() -> None:
     wine, digits, mnist = TABLE1[:3]
     found = {

@@ -22,6 +22,8 @@ COLORS = {
     "ddp": "#bbbbbb",
     "ocnopt": "#ee6677",
 }
+#: percentage points that a panel of accuracies reaches below the best number of the paper
+DEPTH = 30.0
 
 
 @contextmanager
@@ -38,7 +40,10 @@ def figure(path: Path, rows: int, columns: int, width: float = 3.2, height: floa
 
 
 def draw_table(path: Path, rows: Sequence[Row], found: Mapping[str, Sequence[Line]]) -> None:
-    """A panel per row: our mean with its deviation, and the paper's number as a hollow mark."""
+    """A panel per row: our mean with its deviation, and the paper's number as a hollow mark.
+
+    What is far below all of the paper's numbers would flatten the rest: an arrow and its number stand for it.
+    """
     columns = min(4, len(rows))
     lines = -(-len(rows) // columns)
     with figure(path, lines, columns, 3.4, 2.8) as axes:
@@ -46,10 +51,14 @@ def draw_table(path: Path, rows: Sequence[Row], found: Mapping[str, Sequence[Lin
         for ax in flat[len(rows) :]:
             ax.set_visible(False)
         for ax, row in zip(flat, rows, strict=False):
-            best = {line.grid: line.best for line in found[row.name]}
+            best = {line.grid: line.best for line in found[row.name] if line.best is not None}
+            floor = max(row.accuracy.values()) - DEPTH
             for i, key in enumerate(COLUMNS):
                 setting = best.get(key)
-                if setting is not None:
+                if setting is not None and setting.test < floor:
+                    place = {"transform": ax.get_xaxis_transform(), "ha": "center"}
+                    ax.text(i, 0.03, f"↓ {setting.test:.0f}", color=COLORS[key], **place)
+                elif setting is not None:
                     ax.errorbar(i, setting.test, setting.test_deviation or 0, fmt="o", color=COLORS[key], capsize=3)
                 if key in row.accuracy:
                     ax.plot(i, row.accuracy[key], "D", mfc="none", mec="#555555", ms=6)
