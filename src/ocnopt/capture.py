@@ -175,7 +175,7 @@ class Tape:
             record = Record(name, module, occurrence, this, detached(args), detached(kwargs))
             record.versions = versions_of((args, kwargs))
             record.training = module.training
-            own = _sinks(module)
+            own = sinks_of(module)
             this.sinks += own
             record.sinks = own or this.sinks  # a frozen layer goes by the others
             record.autocast = _autocast_dtype(module)
@@ -227,7 +227,7 @@ class Tape:
         add = _adder(record.h, i, record.sinks)
 
         def hook(h: Tensor) -> None:
-            if not _trains(record.sinks):
+            if not trains(record.sinks):
                 return
             if not record.h:
                 self.records.append(record)
@@ -303,12 +303,12 @@ def _watched(record: Record, nodes: list[Any], t: Tensor, alias: bool) -> Tensor
     return t
 
 
-def _sinks(module: nn.Module) -> Sinks:
+def sinks_of(module: nn.Module) -> Sinks:
     leaves = [p for p in module.parameters() if p.requires_grad and p.is_leaf]
     return [p.view_as(p).grad_fn.next_functions[0][0] for p in leaves]  # type: ignore[union-attr]
 
 
-def _trains(sinks: Sinks) -> bool:
+def trains(sinks: Sinks) -> bool:
     """Does the backward pass under way add to ``p.grad``? ``torch.autograd.grad`` of an input (saliency, a gradient
     penalty) goes through the same graph, and its adjoints are not those of the training loss.
     """
@@ -322,7 +322,7 @@ def _adder(store: dict[int, Tensor], i: int, sinks: Sinks) -> Callable[[Tensor],
     """A tensor hook that keeps the gradient, or adds it when a second backward pass comes through."""
 
     def hook(g: Tensor) -> None:
-        if not _trains(sinks):
+        if not trains(sinks):
             return
         g = g.detach()
         store[i] = store[i] + g if i in store else g

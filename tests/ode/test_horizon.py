@@ -102,6 +102,62 @@ def test_a_scaled_loss_moves_it_as_the_loss_does(make: Any, unscaled_by_hand: bo
     assert abs(found[0] - 1.2) > 1e-3
 
 
+def discarded(model: nn.Sequential, opt: Any, set_to_none: bool) -> None:
+    loss_of(model, batch(seed=7)).backward()
+    opt.zero_grad(set_to_none)
+
+
+def skipped(model: nn.Sequential, opt: Any, set_to_none: bool) -> None:
+    (loss_of(model, batch(seed=7)) * float("inf")).backward()
+    opt.zero_grad(set_to_none)
+
+
+def saliency(model: nn.Sequential, opt: Any, set_to_none: bool) -> None:
+    x = batch(seed=7).requires_grad_()
+    loss_of(model, batch()).backward()  # a first half of what is to come
+    torch.autograd.grad(loss_of(model, x), x)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("make", [OCNOpt, torch.optim.SGD])
+@pytest.mark.parametrize("meanwhile", [discarded, skipped, saliency])
+def test_only_the_gradient_at_hand_counts(meanwhile: Any, make: Any, set_to_none: bool) -> None:
+    found = []
+    for disturbed in (True, False):
+        model = model_of(Horizon(C, lr=0.05))
+        opt = make(model.parameters(), lr=0.05)
+        model[0].horizon.follow(opt, [*model[0].field.parameters()])
+        if disturbed:
+            meanwhile(model, opt, set_to_none)
+        elif meanwhile is saliency:
+            loss_of(model, batch()).backward()
+        loss_of(model, batch()).backward()
+        opt.step()
+        found.append(model[0].t[1])
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+    assert found[0] != 1.2
+
+
+def test_a_block_that_is_called_twice_in_a_pass_adds_both() -> None:
+    model = model_of(Horizon(C, lr=0.01, method="first_order"))
+    opt, x = torch.optim.SGD(model.parameters(), lr=0.05), batch()
+    model[0].horizon.follow(opt, [*model[0].field.parameters()])
+    wanted = 1.2 - 0.01 * (C * 1.2 + 3 * slope(model, x, 1.2))
+    (loss_of(model, x) + 2 * loss_of(model, x)).backward()
+    opt.step()
+    assert model[0].t[1] == pytest.approx(wanted, rel=1e-6)
+
+
+def test_nothing_is_kept_for_nobody() -> None:
+    model = model_of(Horizon(C))
+    model[0].nfe.reset()
+    loss_of(model, batch()).backward()
+    alone = model[0].nfe.forward
+    other = model_of(None)
+    loss_of(other, batch()).backward()
+    assert alone == other[0].nfe.forward  # the speed at the end is one evaluation more
+
+
 def test_tuple_states_and_all_times_give_the_same_slope() -> None:
     found = []
     for all_times in (False, True):

@@ -129,8 +129,8 @@ class NeuralODE(Host):
         states = self._solve(x, times)
         final = states[-1] if isinstance(states, Tensor) else tuple(part[-1] for part in states)
         wanted = states if all_times else final
-        if learns and self.horizon is not None and self.horizon.due:
-            self.horizon.watch(self._speed(times[-1], final), wanted, all_times)
+        if learns and self.horizon is not None and self.horizon.followed and self.horizon.due:
+            self.horizon.watch(self.field, self._speed(times[-1], final), wanted, all_times)
         return wanted
 
     def _speed(self, T: float, final: State) -> State:

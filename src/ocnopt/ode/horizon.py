@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ocnopt.capture import sinks_of, trains
 from ocnopt.ode.field import State, as_tuple
 from ocnopt.scaling import Scaling
 
@@ -69,7 +70,8 @@ class LearnedHorizon(nn.Module):
         if settings.minimum > T:
             raise ValueError(f"minimum must not exceed the length of the time interval, {T}, got {settings.minimum}")
         self.settings, self.T, self.count = settings, T, 0
-        self._psi: list[Tensor] = []
+        self._psi: list[Tensor] = []  # of the gradient that the field holds now
+        self._backward = -1  # the pass in which the last of them arrived
         self._before: list[Tensor] = []
         self._handles: dict[int, list[RemovableHandle]] = {}
         self._scaling: dict[int, Scaling] = {}  # by optimizer, as the handles
@@ -93,18 +95,36 @@ class LearnedHorizon(nn.Module):
         """Will the next step of the optimizer move T?"""
         return self.count + 1 >= self.settings.update_every
 
-    def watch(self, speed: State, states: State, all_times: bool) -> None:
+    @property
+    def followed(self) -> bool:
+        """Is there an optimizer whose steps move T?"""
+        return bool(self._handles)
+
+    def watch(self, field: nn.Module, speed: State, states: State, all_times: bool) -> None:
         """Add ψ = ⟨F(T, x_T), ∂L/∂x_T⟩ when the adjoint of the states arrives."""
         for f, x in zip(as_tuple(speed), as_tuple(states), strict=True):
             if x.requires_grad:
-                x.register_hook(self._adder(f.detach(), all_times))
+                x.register_hook(self._adder(field, f.detach(), all_times))
 
-    def _adder(self, f: Tensor, all_times: bool) -> Callable[[Tensor], None]:
+    def _adder(self, field: nn.Module, f: Tensor, all_times: bool) -> Callable[[Tensor], None]:
+        sinks = sinks_of(field)
+
         def add(q: Tensor) -> None:
+            if not trains(sinks):
+                return
+            self._begin(field)
             final = q.detach()[-1] if all_times else q.detach()
             self._psi.append((f.double() * final.double()).sum())
 
         return add
+
+    def _begin(self, field: nn.Module) -> None:
+        """Forget ψ of gradients that are gone (``zero_grad``, a step that was skipped) when a backward pass begins."""
+        this = torch._C._current_graph_task_id()
+        trained = [p for p in field.parameters() if p.requires_grad]
+        if this != self._backward and trained and not any(p.grad is not None and p.grad.any() for p in trained):
+            self._psi = []
+        self._backward = this
 
     # --- the optimizer ---
 
@@ -131,6 +151,8 @@ class LearnedHorizon(nn.Module):
         for handle in self._handles.pop(id(optimizer), []):
             handle.remove()
         self._scaling.pop(id(optimizer), None)
+        if not self.followed:
+            self._psi = []
 
     def _after_step(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
         psi, before, scaling = self._psi, self._before, self._scaling[id(optimizer)]
