@@ -107,6 +107,22 @@ def check_agreement(groups: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
+#: arguments without effect where no game is played, and their defaults
+_OF_THE_GAME = {
+    "rank": 1,
+    "gauss_newton": 1.0,
+    "bellman": "consistent",
+    "clamp": True,
+    "game": "cooperative",
+    "alignment": "first",
+}
+
+
+def asks_for_a_game(given: Mapping[str, Any]) -> bool:
+    """Was any argument given that only means something in a game?"""
+    return any(given[name] != default for name, default in _OF_THE_GAME.items())
+
+
 def alignment_matters(group: Mapping[str, Any]) -> bool:
     """Not where all layers get the same weight, which is what cooperation comes to when changes are predicted."""
     alike = group["feedback"] == "linear" and group["bellman"] == "consistent" and group["game"] == "cooperative"

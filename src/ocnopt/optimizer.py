@@ -53,7 +53,8 @@ class OCNOpt(Optimizer):
             :class:`~ocnopt.curvature.Curvature`. With the feedback off these are SGD, RMSprop or Adam, and K-FAC.
         feedback: how the policy learns what the layers before have changed: ``"linear"`` predicts it, at no cost;
             ``"nonlinear"`` measures it by a second forward pass, the paper's way; ``"off"`` plays no game; ``"auto"``
-            is ``"linear"``, or ``"off"`` for a model with a Neural ODE in it, as in the paper's Algorithm 2.
+            is ``"linear"``, or ``"off"`` if this ``model`` has a Neural ODE in it, as in the paper's Algorithm 2, and
+            no argument of the game is given that would be without effect. A model attached later changes nothing.
         rank: number of groups of samples (r) that are weighed against each other; ``"full"`` is one group a sample.
         gauss_newton: Gauss-Newton factor (β). Larger is more cautious: no step is planned to lower the loss by more
             than 1/β².
@@ -115,7 +116,9 @@ class OCNOpt(Optimizer):
         ekfac: bool = True,
     ) -> None:
         if feedback == "auto":
-            feedback = "off" if model is not None and _is_continuous(model) else "linear"
+            quiet = model is not None and _is_continuous(model) and not arguments.asks_for_a_game(locals())
+            feedback = "off" if quiet else "linear"
+            del quiet  # the locals are the defaults
         defaults = {k: v for k, v in locals().items() if k not in ("self", "params", "model", "__class__")}
         arguments.check(defaults)
         self._reset()

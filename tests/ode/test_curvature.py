@@ -354,6 +354,25 @@ def test_feedback_is_off_by_default_where_there_is_a_block() -> None:
     assert OCNOpt(plain.parameters(), model=plain).param_groups[0]["feedback"] == "linear"
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"rank": 4},
+        {"gauss_newton": 2.0},
+        {"bellman": "paper"},
+        {"clamp": False},
+        {"game": "noncooperative"},
+        {"alignment": "last", "bellman": "paper"},
+    ],
+)
+def test_who_asks_for_a_game_gets_one(asked: dict[str, Any]) -> None:
+    model = network(NeuralODE(Net()))
+    opt = OCNOpt(model.parameters(), model=model, **asked)
+    assert opt.param_groups[0]["feedback"] == "linear"
+    assert set(opt.defaults) == set(OCNOpt(model.parameters()).defaults)
+    assert OCNOpt(model.parameters(), model=model).param_groups[0]["feedback"] == "off"
+
+
 def test_factors_every_few_steps_and_nothing_is_kept_in_between() -> None:
     model = network(NeuralODE(Net())).append(nn.LayerNorm(2).double())  # which has no factors and never asks for calls
     opt, changed, kept = optimizer(model, refresh_every=4, factor_every=2), [], []
