@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ocnopt import OCNOpt
+from ocnopt.diagnostics import Diagnostics
 
 B, FEATURES, CLASSES = 6, 5, 3
 
@@ -88,6 +89,13 @@ def assert_identical(ours: Any, theirs: Any) -> None:
 
 def differ(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> bool:
     return any(not torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def predicted(found: Diagnostics) -> Tensor:
+    """s of each layer as the kernels of the step predict it: what the layers of earlier stages change."""
+    K, u = found.kernels.taken
+    changes, stage = -(torch.einsum("nij,nj->ni", K, found.w) + u), torch.tensor(found.stage_of)
+    return torch.stack([changes[stage < k].sum(0) for k in stage])
 
 
 def hooks_on(model: nn.Module) -> int:

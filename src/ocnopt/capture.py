@@ -133,7 +133,7 @@ class Tape:
         self._current.autocast = Autocast.capture(model)
         if need.states:
             self._current.environment = Environment.capture(model)
-        if need.flow or (need.states and not self._chain):  # in a chain everybody knows who comes next
+        if need.flow or need.states:
             self._follower.begin(model, tensors(given))
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -91,7 +91,7 @@ class Live:
         if self.this.outputs_changed():
             return "an output of the model was overwritten in place after the pass"
         shapes = [term.adjoint.shape for terms in self.terms.values() for term in terms]
-        rows = all(shape[:1] == (groups.batch,) and shape[1:2] != (groups.batch,) for shape in shapes)
+        rows = all(shape[:1] == (groups.batch,) and (len(shape) < 3 or shape[1] != groups.batch) for shape in shapes)
         if groups.rank > 1 and (self.this.mixed or not rows):
             return "it cannot be told whether dimension 0 of all tensors between the layers runs over the samples"
         return None

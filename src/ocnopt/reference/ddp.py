@@ -7,7 +7,6 @@ a vector x of n numbers; theta_k is a vector of P numbers, shared by all samples
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -113,8 +112,7 @@ def solve(
     step: the plan is step * (k + K dx). The learning rate of "paper"; in the other modes it belongs in M_k.
     fraction: the part of the plan that is taken. A nonlinear rollout sees the part, a linear one the plan.
     feedback: False sets Q_ux := 0. An integer X0 (token ids) cannot move: it is a state of size 0.
-    players: the sizes of the parts of each theta_k that do not cooperate. Each takes the others for frozen; the
-        value passed back is that of the cooperative game.
+    players: sizes of the parts of each theta_k that do not cooperate: the policy has their own blocks of Q_uu alone.
     """
     if mode not in ("consistent", "second_order", "paper") or rollout not in ("nonlinear", "linear"):
         raise ValueError(f"mode or rollout is unknown: mode={mode!r}, rollout={rollout!r}")
@@ -129,7 +127,8 @@ def solve(
             s.Qxu[k] = torch.zeros_like(s.Qxu[k])
         _minimise(s, k, project=mode == "paper" and feedback)
         if players:
-            _stop_cooperating(s, k, players[k])
+            own = s.Quu[k] * torch.block_diag(*(torch.ones(n, n) for n in players[k]))
+            s.k[k], s.K[k] = -torch.linalg.solve(own, s.Qu[k]), -torch.linalg.solve(own, s.Qxu[k].T)
     scales = (x if isinstance(x, Sequence) else [x] * len(layers) for x in (step, fraction))
     _roll_out(s, joint, rollout, *scales)
     return s
@@ -176,17 +175,6 @@ def _minimise(s: Solution, k: int, project: bool) -> None:
         s.Vx[k] = s.Qx[k] + q @ U @ ((p @ U).T @ s.k[k] / lam.clamp(min=1))
         s.Vxx[k] = q @ U @ torch.diag((1 - lam).clamp(min=0)) @ (q @ U).T
         s.projections[k] = int((lam > 1).sum())
-
-
-def _stop_cooperating(s: Solution, k: int, sizes: Sequence[int]) -> None:
-    """The policy of each player on its own block of Q_uu."""
-    if sum(sizes) != len(s.Qu[k]):
-        raise ValueError(f"players of layer {k} have {sum(sizes)} parameters together, theta has {len(s.Qu[k])}")
-    ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
-    for a, b in pairwise(ends):
-        own = s.Quu[k][a:b, a:b]
-        s.k[k][a:b] = -torch.linalg.solve(own, s.Qu[k][a:b])
-        s.K[k][a:b] = -torch.linalg.solve(own, s.Qxu[k].T[a:b])
 
 
 def _roll_out(s: Solution, joint: list[Joint], rollout: str, step: Scales, fraction: Scales) -> None:
