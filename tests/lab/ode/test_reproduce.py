@@ -14,6 +14,7 @@ from ocnopt.lab.cli import make_app
 from ocnopt.lab.recipes import list_recipes, read_recipe
 from ocnopt.lab.reproduce import Bench, Finding, continuous, convergence, horizon, reproduce, sensitivity
 from ocnopt.lab.reproduce.continuous import COLUMNS, METHODS, Column, Quick
+from ocnopt.lab.reproduce.table2 import trained_flow
 from ocnopt.lab.runs import find_runs
 from ocnopt.lab.schema import ConfigError
 
@@ -84,6 +85,9 @@ def test_table2(tmp_path: Path) -> None:
         assert cell["tests"][0] in [point["test"] for point in cell["grid"]]
     losses = [cell["tests"] for cell in cells if cell["dataset"] == "Circle"]
     best = min(sum(each) / 3 for each in losses)
+    assert set(finding.figures) == {"table2-dopri5.png", "samples-circle-dopri5.png"}
+    flow = trained_flow(next(run for run in runs if run.name.startswith("Circle-ffjord-Adam")))
+    assert flow.sample(5).shape == (5, 2)
     bold = next(row for row in finding.rows if "ours" in row[0] and row[2].startswith("**"))
     assert bold[2].startswith(f"**{best:.3f} ±")
     before = {run.path: run.metrics_path.stat().st_mtime_ns for run in runs}

@@ -6,11 +6,19 @@ from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from ocnopt.lab.config import parse_run
+from ocnopt.lab.data import find_entry
+from ocnopt.lab.models import Flow, build
 from ocnopt.lab.reproduce import continuous, ode_figures
 from ocnopt.lab.reproduce.bench import Bench, Finding
 from ocnopt.lab.reproduce.continuous import METHODS, TITLES, Column, Found
 from ocnopt.lab.reproduce.tuning import spread
 from ocnopt.lab.reproduce.verdict import deviation, exceeds
+from ocnopt.lab.runs import RunFolder
+from ocnopt.ode import SolverError
 
 Findings = Mapping[tuple[str, str], Found]
 
@@ -22,6 +30,12 @@ def run(bench: Bench) -> Finding:
     found = continuous.search(bench, columns, seeds)
     figure = bench.folder / f"table2-{bench.solver}.png"
     ode_figures.draw_table(figure, columns, found, bench.solver)
+    drawn = {figure.name: "Each optimizer on each dataset, ours and the paper's"}
+    for column in columns:
+        if column.by_loss and find_entry(column.dataset).input_shape == (2,):
+            samples = bench.folder / f"samples-{column.key}-{bench.solver}.png"
+            ode_figures.draw_samples(samples, _samples(column, found, bench))
+            drawn[samples.name] = f"{column.dataset}: test samples, and samples of the flows of the first seed"
     number = "II" if bench.solver == "dopri5" else "V"
     return Finding(
         title=f"Table {number}: Neural ODEs, test accuracy in percent (flows: negative log-likelihood)",
@@ -34,8 +48,33 @@ def run(bench: Bench) -> Finding:
             "Mean ± standard deviation over seeds. Bold is the best of a column. More is better, for flows less.",
             _choices(columns, found),
         ],
-        figures={figure.name: "Each optimizer on each dataset, ours and the paper's"},
+        figures=drawn,
     )
+
+
+def _samples(column: Column, found: Findings, bench: Bench) -> dict[str, Tensor]:
+    """Points of the plane by title: the data, and what the best setting of each optimizer makes of Gaussian noise."""
+    here = {TITLES[method]: found[column.key, method].runs[0] for method in METHODS}
+    panels = {"data": bench.load(parse_run(here["OCNOpt"].config()).data).test.x}
+    for title, run in here.items():
+        torch.manual_seed(0)
+        try:
+            panels[title] = trained_flow(run).sample(len(panels["data"]))
+        except SolverError:  # a flow that has grown too steep to be followed back has no samples
+            panels[title] = torch.empty(0, 2)
+    return panels
+
+
+def trained_flow(run: RunFolder) -> Flow:
+    """The flow of a finished run."""
+    config, state = parse_run(run.config()), run.load_checkpoint()
+    assert state is not None
+    entry = find_entry(config.data.name)
+    options: dict[str, Any] = dict(config.network.options)
+    flow = build(config.network.name, entry.input_shape, 0, dataset=entry.name, **options)
+    assert isinstance(flow, Flow)
+    flow.load_state_dict(state["network"])
+    return flow.eval()
 
 
 def _document(column: Column, method: str, found: Findings, solver: str) -> dict[str, Any]:
