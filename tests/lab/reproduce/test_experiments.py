@@ -194,7 +194,7 @@ def test_ablation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ablation, "QUICK_ROWS", (ablation.Row("fcn", "WINE", 32, 1),))
     finding = reproduce("ablation", Bench(tmp_path))
     document = check_folder(tmp_path, "ablation", finding)
-    assert finding.verdict.startswith("Of 4 cells ")
+    assert finding.verdict.startswith("Cells that tell something: ")
     cells = document["data"]
     assert isinstance(cells, list)
     assert [cell["baseline"] for cell in cells] == list(ablation.BASELINES)
@@ -251,8 +251,8 @@ def test_verdict_of_the_ablation() -> None:
         ("DIGITS, fcn", "SGD"): {"difference": 2.0, "doubt": None},
         ("DIGITS, fcn", "Adam"): {"difference": 22.0, "doubt": "the change is no larger than its deviation"},
     }
-    start = "Of 2 cells 1 tell something. The feedback helps in 1: DIGITS, fcn, SGD (+2.00); it costs accuracy in "
-    assert ablation._verdict(cells) == f"{start}0, as in the paper."
+    start = "Cells that tell something: 1 of 2. The feedback helps in 1: DIGITS, fcn, SGD (+2.00); it costs "
+    assert ablation._verdict(cells) == f"{start}accuracy in 0, as in the paper."
     cells["DIGITS, fcn", "Adam"] = {"difference": -1.5, "doubt": None}
     assert ablation._verdict(cells).endswith("in 1: DIGITS, fcn, Adam (-1.50), which does not agree with the paper.")
 

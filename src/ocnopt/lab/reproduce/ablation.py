@@ -196,7 +196,7 @@ def _verdict(cells: Mapping[Place, dict[str, Any]]) -> str:
     )
     agrees = "which does not agree with the paper" if worse else "as in the paper"
     return (
-        f"Of {len(cells)} cells {len(clear)} tell something. The feedback helps in {len(better)}"
+        f"Cells that tell something: {len(clear)} of {len(cells)}. The feedback helps in {len(better)}"
         f"{': ' + ', '.join(better) if better else ''}; it costs accuracy in {len(worse)}"
         f"{': ' + ', '.join(worse) if worse else ''}, {agrees}."
     )

@@ -124,7 +124,7 @@ def draw_heat_map(
     from matplotlib.patches import Rectangle
 
     table = [[0.0 if (row, column) in doubtful else values[row, column] for column in columns] for row in rows]
-    limit = max(1e-9, *(abs(value) for line in table for value in line))
+    limit = max(5.0, *(abs(value) for line in table for value in line))  # small changes are to look small
     with figure(path, 1, 1, 1.2 * len(columns) + 2.6, 0.55 * len(rows) + 1.2) as axes:
         ax = axes[0][0]
         ax.imshow(table, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
