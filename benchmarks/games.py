@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from _report import markdown
 from _training import environment
-from step_time import CLOCKS, WARM_UP, Timing, timed
+from step_time import CLOCKS, WARM_UP, Timing, add_timing_arguments, timed
 
 from ocnopt import OCNOpt
 from ocnopt.lab import models
@@ -106,18 +104,7 @@ def verdict(timings: dict[str, Timing]) -> str:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=2, help="of the CPU")
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--inner", type=int, default=1, help="steps timed together in each turn")
-    parser.add_argument(
-        "--clock", choices=list(CLOCKS), default="wall", help="process: CPU time, for a machine that is busy"
-    )
-    parser.add_argument(
-        "--budget", type=float, default=math.inf, metavar="SECONDS", help="start no round after this time"
-    )
-    parser.add_argument("--json", type=Path, help="write every number to this file")
+    add_timing_arguments(parser)
     arguments = parser.parse_args(argv)
     if arguments.clock == "process" and arguments.device != "cpu":
         parser.error("--clock process measures the CPU alone: use it with --device cpu")

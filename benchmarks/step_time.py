@@ -171,9 +171,8 @@ def profile_step(name: str, batch: int, device: torch.device, steps: int = 10, t
     return markdown(["operator", "self CPU ms", "self GPU ms", "calls a step"], rows)
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--optimizer", action="append", choices=list(contenders()), help="may be repeated; default all")
+def add_timing_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of every benchmark that times steps."""
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2, help="of the CPU")
     parser.add_argument("--batch", type=int, default=128)
@@ -186,6 +185,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--budget", type=float, default=math.inf, metavar="SECONDS", help="start no round after this time"
     )
     parser.add_argument("--json", type=Path, help="write every number to this file")
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--optimizer", action="append", choices=list(contenders()), help="may be repeated; default all")
+    add_timing_arguments(parser)
     parser.add_argument("--profile", choices=list(contenders()), metavar="NAME", help="instead: what costs in its step")
     arguments = parser.parse_args(argv)
     if arguments.clock == "process" and arguments.device != "cpu":

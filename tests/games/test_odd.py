@@ -247,16 +247,17 @@ def test_a_step_of_size_zero_changes_nothing(name: str) -> None:
     assert opt.diagnostics.s.abs().max() < (1e-3 if "autocast" in name else 1e-15)
 
 
-#: their weights are computed before the hooks of the layer run, so that its own step shows in the next pass only
-TOO_LATE = {"live": ["borrowed weights", "spectral norm"]}
+#: their weights are computed before the hooks of the layer run, so that its own step shows in the next pass only;
+#: and in bfloat16 a tiny step does not show at all
+TOO_LATE = {"live": ["borrowed weights", "spectral norm", "autocast inside"]}
 TOO_LATE["accumulated"] = [*TOO_LATE["live"], "weight norm"]
 
 
-@nets
-@pytest.mark.parametrize("state", ["live", "accumulated"])
+CASES = [(name, state) for state in TOO_LATE for name in NETS if name not in TOO_LATE[state]]
+
+
+@pytest.mark.parametrize(("name", "state"), CASES)
 def test_what_a_tiny_step_changes_is_what_is_predicted(name: str, state: str) -> None:
-    if name == "autocast inside" or name in TOO_LATE[state]:
-        pytest.skip("tiny steps drown in bfloat16, or come too late")
     model, opt = make(NETS[name], lr=1e-6, state=state)
     for _ in range(2):
         step(model, opt)

@@ -10,32 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ode.fields import METHODS, Net, batch, options_of
+from tests.ode.fields import METHODS, TIGHT, Net, batch, inner_calls, loss_of, network, optimizer, options_of
 from torch import Tensor, nn
 
-from ocnopt import Groups, OCNOpt, layers
-from ocnopt.hosts import CannotTell, Execution
+from ocnopt import Groups, layers
 from ocnopt.layers.base import Call
-from ocnopt.ode import NeuralODE, SolverError
+from ocnopt.ode import NeuralODE
 from ocnopt.ode.layers import ConcatConv2d, ConcatSquashLinear, TimeSequential
 from ocnopt.ode.quadrature import gauss_legendre
 from ocnopt.reference.ode import rk4
 
 B, T = 5, 1.5
-TIGHT = {"rtol": 1e-10, "atol": 1e-10}
-
-
-def network(block: nn.Module) -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), block, nn.Linear(3, 2)).double()
-
-
-def optimizer(model: nn.Module, **options: Any) -> OCNOpt:
-    return OCNOpt(model.parameters(), model=model, **{"curvature": "kronecker", "feedback": "off", **options})
-
-
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    return (model(x) - 0.5).square().mean()
 
 
 # --- gradients stay what they are ---
@@ -207,20 +192,6 @@ def test_the_product_of_the_factors_grows_as_the_square_of_time(method: str) -> 
 # --- gradients of single samples ---
 
 
-def inner_calls(block: NeuralODE, x: Any, weigh: Callable[[Any], Tensor] | None = None) -> dict[str, list[Call]]:
-    """What the block tells of its layers; the gradients of the parameters are left in ``p.grad``."""
-    out = block(x)
-    parts = out if isinstance(out, tuple) else (out,)
-    loss = out.square().sum() if weigh is None else weigh(out)
-    h = torch.autograd.grad(loss, parts, retain_graph=True, allow_unused=True)
-    block.zero_grad()
-    loss.backward()
-    named = {n: m for n, m in block.named_modules() if isinstance(m, nn.Linear | nn.Conv2d | nn.GroupNorm)}
-    given = {i: g for i, g in enumerate(h) if g is not None}
-    with torch.no_grad():
-        return block.layer_calls(Execution((x,), {}, dict(enumerate(p.detach() for p in parts)), given), named)
-
-
 def assert_gradients_add_up(block: NeuralODE, calls: dict[str, list[Call]], tolerance: float = 1e-6) -> None:
     assert calls
     for path, each in calls.items():
@@ -312,239 +283,6 @@ def test_batch_statistics_and_random_numbers_are_left_alone() -> None:
     assert model[2].nfe.curvature > 0
     assert torch.equal(count, field[1].num_batches_tracked)
     assert torch.equal(mean, field[1].running_mean)
-
-
-# --- the engine ---
-
-
-def test_the_block_is_one_stage_and_its_layers_are_known_by_their_own_names() -> None:
-    model = network(NeuralODE(Net()))
-    opt = optimizer(model, feedback="linear")
-    loss_of(model, batch(B)).backward()
-    opt.step()
-    rows = {line.split()[0]: line.split() for line in opt.summary().splitlines() if line[:1].isdigit()}
-    assert {n: r[2] for n, r in rows.items() if "." in n} == {"2.field.one": "kronecker", "2.field.two": "kronecker"}
-    assert model[2].known_as == "2"
-    assert rows["0"][3] < rows["2.field.one"][3] == rows["2.field.two"][3] < rows["3"][3]
-
-
-def test_a_field_that_the_model_holds_twice() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.func = Net()
-            self.ode = NeuralODE(self.func)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.ode(x)
-            return out
-
-    model = Model()
-    opt = optimizer(model)
-    loss_of(model, batch(B)).backward()
-    opt.step()
-    assert "input_factor" in opt.state[model.func.one.weight]
-
-
-def test_feedback_is_off_by_default_where_there_is_a_block() -> None:
-    model = network(NeuralODE(Net()))
-    assert OCNOpt(model.parameters(), model=model, curvature="kronecker").param_groups[0]["feedback"] == "off"
-    assert OCNOpt(model.parameters(), model=model, feedback="linear").param_groups[0]["feedback"] == "linear"
-    plain = nn.Linear(2, 2)
-    assert OCNOpt(plain.parameters(), model=plain).param_groups[0]["feedback"] == "linear"
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"rank": 4},
-        {"gauss_newton": 2.0},
-        {"bellman": "paper"},
-        {"clamp": False},
-        {"game": "noncooperative"},
-        {"alignment": "last", "bellman": "paper"},
-    ],
-)
-def test_who_asks_for_a_game_gets_one(asked: dict[str, Any]) -> None:
-    model = network(NeuralODE(Net()))
-    opt = OCNOpt(model.parameters(), model=model, **asked)
-    assert opt.param_groups[0]["feedback"] == "linear"
-    assert set(opt.defaults) == set(OCNOpt(model.parameters()).defaults)
-    assert OCNOpt(model.parameters(), model=model).param_groups[0]["feedback"] == "off"
-
-
-def test_factors_every_few_steps_and_nothing_is_kept_in_between() -> None:
-    model = network(NeuralODE(Net())).append(nn.LayerNorm(2).double())  # which has no factors and never asks for calls
-    opt, changed, kept = optimizer(model, refresh_every=4, factor_every=2), [], []
-    layers = (model[0], model[2].field.one)
-    for i in range(9):
-        before = [opt.state[layer.weight].get("input_factor", torch.zeros(())).clone() for layer in layers]
-        opt.zero_grad()
-        loss_of(model, batch(B, seed=i)).backward()
-        kept.append(len(opt._tape.records) > 0)
-        opt.step()
-        after = [opt.state[layer.weight]["input_factor"] for layer in layers]
-        changed.append([not torch.equal(a, b) for a, b in zip(before, after, strict=True)])
-    outside, inside = zip(*changed, strict=True)
-    assert outside == (True, False, True, False, True, False, True, False, True)
-    assert inside == (True, False, False, False, True, False, False, False, True)
-    assert tuple(kept) == outside
-    assert [line.split()[0] for line in opt.summary().splitlines() if "adaptive" in line] == ["4.weight", "4.bias"]
-
-
-@pytest.mark.parametrize("gradient", ["adjoint", "discretize"])
-@pytest.mark.parametrize("rank", [1, 2, "full"])
-@pytest.mark.parametrize("feedback", ["linear", "nonlinear"])
-def test_feedback_across_the_block(feedback: str, rank: int | str, gradient: str) -> None:
-    model = network(NeuralODE(Net(), gradient=gradient, rtol=1e-6, atol=1e-6))
-    opt, x = optimizer(model, feedback=feedback, rank=rank, lr=0.05, damping=0.1), batch(B)
-    losses = []
-    for _ in range(12):
-        opt.zero_grad()
-        loss = loss_of(model, x)
-        loss.backward()
-        opt.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.7 * losses[0]
-
-
-def test_the_second_pass_measures_what_the_whole_block_has_changed() -> None:
-    model = network(NeuralODE(Net(), **TIGHT))
-    opt = optimizer(model, feedback="nonlinear", lr=0.05, damping=0.1, momentum=0.0, clamp=False)
-    x, kept = batch(B), []
-    handle = model[3].register_forward_pre_hook(lambda m, args: kept.append(args[0]))
-    loss = loss_of(model, x)
-    (d,) = torch.autograd.grad(loss, kept[0], retain_graph=True)
-    loss.backward()
-    opt.step()
-    handle.remove()
-    changed = (model[:3](x) - kept[0]).detach()
-    assert opt.diagnostics.s[-1].item() == pytest.approx(float((d * changed).sum()), rel=1e-6)
-
-
-def test_more_passes_in_a_step_count_as_more_samples() -> None:
-    whole, parts = network(NeuralODE(Net(), **TIGHT)), network(NeuralODE(Net(), **TIGHT))
-    x, made = batch(6), [optimizer(m) for m in (whole, parts)]
-    loss_of(whole, x).backward()
-    for part in x.split(3):
-        (loss_of(parts, part) / 2).backward()
-    for opt in made:
-        opt.step()
-    for p, q in zip(whole.parameters(), parts.parameters(), strict=True):
-        assert torch.allclose(p, q, rtol=1e-6, atol=1e-9)
-
-
-def test_a_checkpoint_continues_bit_for_bit(tmp_path: Any) -> None:
-    def steps(model: nn.Module, opt: OCNOpt, first: int, last: int) -> None:
-        for i in range(first, last):
-            opt.zero_grad()
-            loss_of(model, batch(B, seed=i)).backward()
-            opt.step()
-
-    one, two = network(NeuralODE(Net())), network(NeuralODE(Net()))
-    straight, fresh = optimizer(one, refresh_every=3), optimizer(two, refresh_every=3)
-    steps(one, straight, 0, 2)
-    torch.save({"model": one.state_dict(), "opt": straight.state_dict()}, tmp_path / "c.pt")
-    saved = torch.load(tmp_path / "c.pt", weights_only=True)
-    two.load_state_dict(saved["model"])
-    fresh.load_state_dict(saved["opt"])
-    steps(one, straight, 2, 8)
-    steps(two, fresh, 2, 8)
-    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
-
-
-class Fragile(Net):
-    """Fails when it is evaluated for curvature, as a solve may."""
-
-    fails = False
-
-    def forward(self, t: Tensor, x: Tensor) -> Tensor:
-        out = super().forward(t, x)
-        return out * float("nan") if self.fails else out
-
-
-def test_a_solve_that_fails_keeps_the_old_curvature_and_says_so() -> None:
-    model = network(NeuralODE(Fragile()))
-    opt = optimizer(model, refresh_every=2)
-    for i in range(4):
-        opt.zero_grad()
-        loss_of(model, batch(B)).backward()
-        model[2].field.fails = i == 2
-        if i == 2:
-            basis = opt.state[model[2].field.one.weight]["input_basis"].clone()
-            with pytest.warns(UserWarning, match="2: what its layers saw is not known: 2: the curvature solve failed"):
-                opt.step()
-            assert torch.equal(basis, opt.state[model[2].field.one.weight]["input_basis"])
-        else:
-            opt.step()
-        model[2].field.fails = False
-    assert all(p.isfinite().all() for p in model.parameters())
-    assert not torch.equal(basis, opt.state[model[2].field.one.weight]["input_basis"])
-
-
-class Contracting(nn.Module):
-    """x runs after a moving target at the rate k: errors grow by e^{kT} when it is solved backward."""
-
-    def __init__(self, k: float) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.k, self.one = k, nn.Linear(3, 3).double()
-
-    def forward(self, t: Tensor, x: Tensor) -> Tensor:
-        return self.k * (torch.tanh(self.one(x)) - x + torch.sin(3 * t))
-
-
-@pytest.mark.parametrize(("k", "dtype", "nodes"), [(15.0, torch.float64, 4), (30.0, torch.float32, 3)])
-@pytest.mark.parametrize("solve", [{"solver": "rk4", "options": {"step_size": 0.01}}, {"rtol": 1e-6, "atol": 1e-6}])
-def test_a_field_that_contracts(k: float, dtype: torch.dtype, nodes: int, solve: dict[str, Any]) -> None:
-    field = Contracting(k).to(dtype)
-    block = NeuralODE(field, t=(0.0, 2.0), gradient="discretize", nodes=nodes, **solve)
-    calls = inner_calls(block, batch(B).to(dtype))["field.one"]
-    at = sorted(2.0 * (1 - s) for s, _ in gauss_legendre(nodes))
-    with torch.no_grad():
-        exact = NeuralODE(field.double(), **TIGHT)(batch(B), t=(0.0, *at), all_times=True)[1:].flip(0)
-    for call, wanted in zip(calls, exact, strict=True):
-        assert torch.allclose(call.args[0].double(), wanted, rtol=2e-2, atol=2e-2)
-        assert call.h.isfinite().all()
-
-
-class Residual(nn.Module):
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.clone()
-        x += self.block(x)
-        return x
-
-
-def test_an_input_that_is_overwritten_is_not_solved_from() -> None:
-    seen = []
-    for residual in (True, False):
-        block = NeuralODE(Net(), **TIGHT)
-        model = Residual(block) if residual else block
-        opt = optimizer(model)
-        x = batch(B)
-        (model(x) + (0 if residual else x)).square().sum().backward()
-        opt.step()
-        seen.append(opt.state[block.field.one.weight]["input_factor"])
-    assert torch.allclose(*seen, rtol=1e-8)
-
-
-def test_what_contracts_too_strongly_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ocnopt.ode.look._HALVINGS", 0)
-    block = NeuralODE(Contracting(30.0), t=(0.0, 2.0), solver="rk4", options={"step_size": 0.02}, gradient="discretize")
-    with pytest.raises(CannotTell, match="the field contracts too strongly"):
-        inner_calls(block, batch(B))
-
-
-def test_solver_errors_name_the_block_as_the_model_does() -> None:
-    model = network(NeuralODE(Fragile()))
-    optimizer(model)
-    model[2].field.fails = True
-    with pytest.raises(SolverError, match=r"^2: the forward solve failed"):
-        model(batch(B))
 
 
 def test_the_quadrature_is_exact_for_polynomials() -> None:
