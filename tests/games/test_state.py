@@ -157,8 +157,8 @@ class Dropped(markov.Residual):
 
     def forward(self, x: Tensor) -> Tensor:
         z = dropout(torch.tanh(self.into(x)), 0.3, self.training)
-        skip = dropout(self.c(z), 0.5)  # runs with a, but is called before it
-        return self.head(z + dropout(self.b(torch.tanh(dropout(self.a(z), 0.2))), 0.5, self.training) + skip)
+        path = dropout(self.b(torch.tanh(dropout(self.a(z), 0.2))), 0.5, self.training)
+        return self.head(z + path + dropout(self.c(z), 0.5))  # c runs with a, but draws after b
 
 
 class Outside(markov.Residual):

@@ -84,8 +84,6 @@ class Live:
     def why_not(self, groups: Groups) -> str | None:
         """Why s cannot be told group by group, if so."""
         for record in self.records:
-            if record.opaque:
-                return f"{record.name!r} gets tensors in a list or dict"
             if record.overwritten():
                 return f"the input of {record.name!r} was overwritten in place"
         if self.this.outputs_changed():
