@@ -143,7 +143,7 @@ def check_dense_step(model: nn.Module, x: Tensor, y: Tensor, loss: Callable[...,
 
 
 def test_five_steps_with_amortised_basis_momentum_and_decay_by_hand() -> None:
-    """The basis changes at steps 0 and 3 only; A, C and s are running averages; s restarts with the basis."""
+    """The basis changes at steps 0 and 3 only; A, C and s are running averages; s goes on in the new basis."""
     model, _, _ = small_problem(nn.Sequential(nn.Linear(4, 3)), 4)
     (weight, bias), lr, mu, gamma, rho = model.parameters(), 0.1, 0.8, 0.02, 0.6
     opt = EKFAC(
@@ -161,7 +161,9 @@ def test_five_steps_with_amortised_basis_momentum_and_decay_by_hand() -> None:
         A = x1.T @ x1 / 6 if A is None else rho * A + (1 - rho) * x1.T @ x1 / 6
         C = h.T @ h / 6 if C is None else rho * C + (1 - rho) * h.T @ h / 6
         if t % 3 == 0:
-            U_A, U_C, s = torch.linalg.eigh(A)[1], torch.linalg.eigh(C)[1], None
+            before = None if s is None else torch.einsum("pi,ij,qi,rj,sj->prqs", U_C, s, U_C, U_A, U_A)  # U diag(s) U^T
+            U_A, U_C = torch.linalg.eigh(A)[1], torch.linalg.eigh(C)[1]
+            s = None if before is None else torch.einsum("pi,qi,prqs,rj,sj->ij", U_C, U_C, before, U_A, U_A)
         new = (U_C.T @ g @ U_A).square().mean(0)
         s = new if s is None else rho * s + (1 - rho) * new
         direction = U_C @ ((U_C.T @ g.mean(0) @ U_A) / (s + DAMPING)) @ U_A.T + gamma * theta

@@ -97,6 +97,7 @@ class Block:
     C: Tensor = field(init=False)
     basis: tuple[Tensor, Tensor] = field(init=False)
     eigenvalues: Tensor = field(init=False)
+    C_k: Tensor = field(init=False)  # without damping
 
     def matrix(self, x: Tensor, h: Tensor, t: int) -> Tensor:
         """``x``: [samples, positions, a]; ``h``: [samples, positions, c], B times autograd's adjoint."""
@@ -105,17 +106,20 @@ class Block:
         C = torch.einsum("bti,btj->ij", h, h) / (len(h) * h.shape[1])
         rho = o["factor_decay"]
         self.A, self.C = (A, C) if t == 1 else (rho * self.A + (1 - rho) * A, rho * self.C + (1 - rho) * C)
-        due = (t - 1) % o["refresh_every"] == 0
-        if due:
+        if (t - 1) % o["refresh_every"] == 0:
             (a, U_A), (c, U_C) = torch.linalg.eigh(self.A), torch.linalg.eigh(self.C)
-            self.basis, self.eigenvalues = (U_A, U_C), torch.outer(c, a)
+            U = torch.kron(U_C.contiguous(), U_A.contiguous())
+            goes_on = o["ekfac"] and t > 1
+            self.eigenvalues = (U.T @ self.C_k @ U).diagonal().view(len(c), -1) if goes_on else torch.outer(c, a)
+            self.basis = U_A, U_C
         U_A, U_C = self.basis
         if o["ekfac"]:
             rotated = torch.stack([U_C.T @ h_i.T @ x_i @ U_A for x_i, h_i in zip(x, h, strict=True)])
             moments = rotated.square().mean(0)
-            self.eigenvalues = moments if due else rho * self.eigenvalues + (1 - rho) * moments
+            self.eigenvalues = moments if t == 1 else rho * self.eigenvalues + (1 - rho) * moments
         U = torch.kron(U_C.contiguous(), U_A.contiguous())
-        return U @ torch.diag(self.eigenvalues.flatten() + o["damping"]) @ U.T
+        self.C_k = U @ torch.diag(self.eigenvalues.flatten()) @ U.T
+        return self.C_k + o["damping"] * torch.eye(len(U), dtype=U.dtype)
 
 
 def _has_factors(layer: nn.Module, slots: Sequence[Slot]) -> bool:

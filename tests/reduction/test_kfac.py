@@ -45,15 +45,17 @@ class Block:
         rho = OPTIONS["factor_decay"]
         self.A = A if self.A is None else rho * self.A + (1 - rho) * A
         self.C = C if self.C is None else rho * self.C + (1 - rho) * C
-        refreshed = step % OPTIONS["refresh_every"] == 0
-        if refreshed:
+        if step % OPTIONS["refresh_every"] == 0:
             self.basis = torch.linalg.eigh(self.A)[1], torch.linalg.eigh(self.C)[1]
-            self.dense = torch.kron(self.C, self.A)
+            before, self.dense = self.dense, torch.kron(self.C, self.A)
+            if ekfac and self.squares is not None:  # the averages go on, as the new basis sees them
+                U = torch.kron(*reversed(self.basis))
+                self.squares = (U.T @ before @ U).diagonal().reshape(self.squares.shape)
         if ekfac:
             U_A, U_C = self.basis
             gradients = [h.T @ x for x, h in zip(self.x, self.h, strict=True)]
             squares = torch.stack([(U_C.T @ g @ U_A).square() for g in gradients]).mean(0)
-            self.squares = squares if refreshed else rho * self.squares + (1 - rho) * squares
+            self.squares = squares if self.squares is None else rho * self.squares + (1 - rho) * squares
             U = torch.kron(U_C, U_A)
             self.dense = U @ torch.diag(self.squares.flatten()) @ U.T
 

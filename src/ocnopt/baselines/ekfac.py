@@ -168,18 +168,17 @@ class EKFAC(Optimizer):
     def _update_statistics(
         self, name: str, state: dict[str, Any], group: dict[str, Any], records: list[Record], batch: int
     ) -> None:
-        """Running averages of A and C; the basis where one is due; s, restarted with each new basis."""
+        """Running averages of A and C; the basis where one is due; s, carried over to each new basis."""
         X = torch.cat([r.x.flatten(0, 1) for r in records])
         H = torch.cat([r.h.flatten(0, 1) for r in records])
         decay = group["factor_decay"]
         _average(state, "A", X.T @ X / batch, decay)
         _average(state, "C", H.T @ H / H.shape[0], decay)
         step = state.get("step", 0)
-        refresh = step % group["refresh_every"] == 0
-        if refresh:
+        if step % group["refresh_every"] == 0:
             _refresh_basis(name, state)
         squares = torch.stack([_squares_in_basis(r, state["U_A"], state["U_C"]) for r in records]).sum(0)
-        _average(state, "s", squares / batch, 0.0 if refresh else decay)
+        _average(state, "s", squares / batch, decay)
         state["step"] = step + 1
 
     def _count_pass(self, module: nn.Module, args: Any) -> None:
@@ -255,10 +254,14 @@ def _squares_in_basis(record: Record, U_A: Tensor, U_C: Tensor) -> Tensor:
 
 
 def _refresh_basis(name: str, state: dict[str, Any]) -> None:
+    """New bases; s goes on as the diagonal of U diag(s) U^T in the new one."""
     for factor in ("A", "C"):
         eigen = safe_eigh(state[factor])
         if eigen is not None:
-            state[f"U_{factor}"] = eigen[1]
+            old, state[f"U_{factor}"] = state.get(f"U_{factor}"), eigen[1]
+            if old is not None and "s" in state:
+                turned = (eigen[1].T @ old).square()
+                state["s"] = turned @ state["s"] if factor == "C" else state["s"] @ turned.T
             continue
         warnings.warn(f"EKFAC keeps the old basis of layer {name!r}: factor {factor} is not finite", stacklevel=2)
         state.setdefault(f"U_{factor}", torch.eye(len(state[factor])).to(state[factor]))

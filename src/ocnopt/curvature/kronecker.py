@@ -29,6 +29,9 @@ _CHUNK = 1 << 20
 #: a window of a convolution is hardly ever larger
 _WINDOW = 64
 
+#: values and vectors
+Eigen = tuple[Tensor, Tensor]
+
 #: what a layer keeps from step to step
 _STATE = (
     "input_factor", "output_factor", "statistics", "since_refresh", "refreshed_at",
@@ -130,29 +133,29 @@ class Kronecker(Curvature):
         state["input_factor"].lerp_(A / max(samples, 1), weight)
         state["output_factor"].lerp_(C / (positions or 1), weight)
         state["statistics"] += ok
-        refreshed = self._refresh_if_due(bucket, state, ok)
+        self._refresh_if_due(bucket, state, ok)
         if bucket.group["ekfac"]:
             basis = state["input_basis"], state["output_basis"]
             moments = sum(_squares(x, h, *basis) for p in passes for x, h in p)
-            state["eigenvalues"].lerp_(moments / max(samples, 1), ok if refreshed else weight)
+            state["eigenvalues"].lerp_(moments / max(samples, 1), weight)
 
-    def _refresh_if_due(self, bucket: Bucket, state: dict[str, Any], ok: Tensor) -> bool:
+    def _refresh_if_due(self, bucket: Bucket, state: dict[str, Any], ok: Tensor) -> None:
         """Renew the eigenbasis every ``refresh_every`` steps; a decomposition that fails leaves the old one."""
         every: int = bucket.group["refresh_every"]
         state["since_refresh"] += 1
         if "input_basis" in state and state["since_refresh"] < every:
-            return False
+            return
         if bool(ok):  # the first look at the device since the last refresh: which of the steps have counted?
             age = int(state["statistics"]) - state.get("refreshed_at", -every)
             if "input_basis" in state and age < every:
                 state["since_refresh"] = age
-                return False
+                return
             A, C = safe_eigh(state["input_factor"]), safe_eigh(state["output_factor"])
             if A is not None and C is not None:
-                (values_A, state["input_basis"]), (values_C, state["output_basis"]) = A, C
-                state["eigenvalues"] = values_C[:, :, None] * values_A[:, None, :]
+                state["eigenvalues"] = self._in_new_basis(bucket, state, A, C)
+                state["input_basis"], state["output_basis"] = A[1], C[1]
                 state["refreshed_at"], state["since_refresh"] = int(state["statistics"]), 0
-                return True
+                return
             bucket.failed_refreshes += 1
         if "input_basis" not in state:  # nothing to keep: the diagonals of the factors, in coordinates as they are
             state["input_basis"], state["output_basis"] = _eye(state["input_factor"]), _eye(state["output_factor"])
@@ -160,7 +163,16 @@ class Kronecker(Curvature):
             c, d = (v.nan_to_num(0.0, 0.0, 0.0).clamp_min(0) for v in diagonals)
             state["eigenvalues"] = c[:, :, None] * d[:, None, :]
         state["since_refresh"] = every  # try again at the next step
-        return False
+
+    @staticmethod
+    def _in_new_basis(bucket: Bucket, state: dict[str, Any], A: Eigen, C: Eigen) -> Tensor:
+        """Σ_A ⊗ Σ_C. The averages of EKFAC go on instead: the diagonal of U S U^T, seen from the new basis. (One
+        mini-batch would be a poor start: directions it does not see would have no curvature until the next.)
+        """
+        if not bucket.group["ekfac"] or "input_basis" not in state:
+            return C[0][:, :, None] * A[0][:, None, :]
+        S: Tensor = state["eigenvalues"]
+        return (C[1].mT @ state["output_basis"]).square() @ S @ (state["input_basis"].mT @ A[1]).square()
 
 
 class Inputs:
