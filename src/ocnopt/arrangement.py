@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -13,34 +13,34 @@ from ocnopt.games.flow import Flow
 from ocnopt.games.game import Game, Round
 from ocnopt.games.live import Live
 from ocnopt.games.replay import verify
-from ocnopt.groups import Groups
+from ocnopt.groups import Part, Samples
 from ocnopt.players import Player
 from ocnopt.records import Need, Pass
 from ocnopt.stages import Stages
 
 
-def pass_of(tape: Tape, group: Mapping[str, Any]) -> Pass | None:
-    """The forward pass of this step, where the configuration plays on single samples or runs it again."""
+def passes_of(tape: Tape, group: Mapping[str, Any]) -> list[Pass]:
+    """The forward passes of this step, where the configuration plays on single samples or runs them again."""
     nonlinear = group["feedback"] == "nonlinear"
     if group["feedback"] == "off" or (group["rank"] == 1 and not nonlinear):
-        return None
+        return []
     what = "feedback='nonlinear'" if nonlinear else f"rank={group['rank']!r}"
-    passes = tape.passes
-    if len(passes) > 1:
-        raise RuntimeError(
-            f"{what} needs exactly one forward pass of the attached model in each step, but {len(passes)} calls "
-            f"contributed to the gradients; call zero_grad() between steps, or use feedback='linear' with rank=1"
-        )
-    if not passes or passes[0].batch is None:
+    passes = sorted(tape.passes, key=lambda this: this.turn)
+    if all(this.batch is None for this in passes):
         raise RuntimeError(
             f"{what} needs a forward and backward pass of the attached model itself since it was asked for and "
             f"since the last step; none was seen"
         )
-    if nonlinear and passes[0].environment is None:
+    alone = next((record.name for record in tape.records if record.origin.batch is None), None)
+    if alone is not None:
+        raise RuntimeError(
+            f"{what} needs forward passes of the attached model itself, but {alone!r} was also called alone"
+        )
+    if nonlinear and any(this.environment is None for this in passes):
         raise RuntimeError(f"{what} was asked for after the forward pass: run forward and backward again")
-    if nonlinear and passes[0].inputs_changed():
+    if nonlinear and any(this.inputs_changed() for this in passes):
         raise RuntimeError(f"{what} runs the model again, but its input was changed in place since the forward pass")
-    return passes[0]
+    return passes
 
 
 class Arrangement:
@@ -56,32 +56,62 @@ class Arrangement:
     def arrange(
         self,
         players: list[Player],
-        this: Pass | None,
-        groups: Groups,
+        passes: Sequence[Pass],
+        samples: Samples,
         group: Mapping[str, Any],
         need: Need,
         tape: Tape | None,
-    ) -> tuple[Stages, Live | None]:
+    ) -> tuple[Stages, list[Live]]:
         """Seat the players. Where the network is going to run again stage by stage, what that needs comes too."""
         self.game.why_accumulated = None
+        this = passes[0] if passes else None
         order = self._defined if tape is None or not tape.order else tape.order
         order = order if this is None else this.order
         flow = None if tape is None else (this or tape).flow
         if tape is None or group["feedback"] == "off" or not (need.flow or need.states):
-            return self._seated(players, order, None), None
-        if this is not None and this.chain:  # the stages are the layers, in their order
+            return self._seated(players, order, None), []
+        if this is not None and this.chain and len(passes) == 1:  # the stages are the layers, in their order
             if flow is not None:
                 self._placed(flow, group)
-            return self._seated(players, order, None), None
+            return self._seated(players, order, None), []
         placed, why = self._placed(flow, group)
-        live = None
-        if placed is not None and this is not None and need.states:
-            live, why = self._live(placed, this, groups, group["state"], tape)
+        live: list[Live] = []
+        if placed is not None and passes and need.states:
+            live, why = self._all_live(placed, players, passes, samples, group["state"], tape)
         if why is not None:
+            if len(passes) > 1 and need.states:
+                raise RuntimeError(
+                    f"feedback='nonlinear' over {len(passes)} forward passes needs a network that can run stage by "
+                    f"stage, and this one cannot: {why}; make one pass a step, or use feedback='linear'"
+                )
             if this is None or this.fixed is None:  # that is over with the next step
                 self._must_not_matter(group, why)
             self.game.why_accumulated = why
         return self._seated(players, order, None if why is not None else placed), live
+
+    def _all_live(
+        self,
+        placed: Round,
+        players: list[Player],
+        passes: Sequence[Pass],
+        samples: Samples,
+        state: str,
+        tape: Tape,
+    ) -> tuple[list[Live], str | None]:
+        """The rollout over the data flows of the passes, or why it must be the accumulated one."""
+        lives = []
+        for this in passes:
+            flow = this.flow
+            if flow is None or flow.unknown is not None:
+                return [], "its data flow was not seen" if flow is None else flow.unknown
+            mine = placed if flow is placed.flow else self.game.place(flow, placed.late)
+            if mine is not placed and self._stages(players, mine) != self._stages(players, placed):
+                return [], "its passes go through it in different ways"
+            live, why = self._live(mine, this, samples.of(this), state, tape)
+            if live is None:
+                return [], why
+            lives.append(live)
+        return lives, None
 
     def _placed(self, flow: Flow | None, group: Mapping[str, Any]) -> tuple[Round | None, str | None]:
         rules = rules_of(group["alignment"])
@@ -91,8 +121,7 @@ class Arrangement:
         return self.game.arrange(flow, rules), None
 
     @staticmethod
-    def _live(placed: Round, this: Pass, groups: Groups, state: str, tape: Tape) -> tuple[Live | None, str | None]:
-        """The rollout over the data flow of this pass, or why it must be the accumulated one."""
+    def _live(placed: Round, this: Pass, part: Part, state: str, tape: Tape) -> tuple[Live | None, str | None]:
         flow = placed.flow
         if state == "accumulated":
             return None, "state='accumulated'"
@@ -103,7 +132,7 @@ class Arrangement:
             live = None if flow.fixed else Live(flow, placed.placement, placed.edges, tape, this)
         except Exception as error:  # whatever its operations object to, the step goes on
             live, flow.fixed = None, f"its operations cannot be run again ({error})"
-        why = flow.fixed if live is None else live.why_not(groups)
+        why = flow.fixed if live is None else live.why_not(part)
         return (live, None) if why is None else (None, why)
 
     @staticmethod
@@ -117,9 +146,10 @@ class Arrangement:
     def _seated(self, players: list[Player], order: list[str] | None, placed: Round | None) -> Stages:
         key = (tuple(players), None if order is None else tuple(order), placed)
         if self.stages is None or self._key != key:
-            if placed is None or self.model is None:
-                self.stages = Stages.in_order(players, order)
-            else:
-                self.stages = Stages.placed(players, placed.placement, self.model)
+            self.stages = Stages.in_order(players, order) if placed is None else self._stages(players, placed)
             self._key = key
         return self.stages
+
+    def _stages(self, players: list[Player], placed: Round) -> Stages:
+        assert self.model is not None
+        return Stages.placed(players, placed.placement, self.model)

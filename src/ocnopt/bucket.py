@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ocnopt.curvature import Curvature, Metric
 from ocnopt.gradients import GroupGradients
-from ocnopt.groups import Groups
+from ocnopt.groups import Part
 from ocnopt.layers.base import Call
 from ocnopt.multi import ema_
 from ocnopt.players import Player
@@ -34,8 +34,7 @@ class Bucket:
     states: list[dict[str, Any]]
     seats: list[int]  # of each player
     gradients: GroupGradients
-    groups: Groups
-    calls: Mapping[int, list[list[Call]]]  # id(player) → forward passes → calls of its module
+    calls: Mapping[int, list[tuple[Part, list[Call]]]]  # id(player) → forward passes → calls of its module
     clock: Tensor  # steps taken, this one not counted
     ok: Tensor  # 1, or 0 if this step must leave no trace
     failed_refreshes: int = field(default=0)

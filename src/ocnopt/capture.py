@@ -54,6 +54,7 @@ class Tape:
         self.rollout: Rollout | None = None
         self.randomised: set[str] = set()  # modules that draw random numbers which their adapter must draw again
         self._current: Pass | None = None
+        self._turns = 0
         self._open: list[Record] = []
         self._counts: dict[str, int] = {}
         self._graph: list[Ends] = []
@@ -96,6 +97,8 @@ class Tape:
         for record in self.records:
             for store in (record.h, record.d, record.outputs, record.origin.D):
                 store.clear()
+            if record.origin.flow is not None:
+                record.origin.flow.held.discard(record.origin)
         self.records.clear()
         self._scaling.clear()
         self._follower.clear()
@@ -130,6 +133,7 @@ class Tape:
         given = args, kwargs
         args, kwargs = detached(given)
         self._current = Pass(_batch_size(args, kwargs), args, kwargs, versions_of((args, kwargs)))
+        self._current.turn, self._turns = self._turns, self._turns + 1
         self._current.autocast = Autocast.capture(model)
         if need.states:
             self._current.environment = Environment.capture(model)

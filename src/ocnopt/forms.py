@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ocnopt.curvature import Identity
 from ocnopt.gradients import Explicit, Gram, GramRow, GroupGradients, Shared
-from ocnopt.groups import Groups
+from ocnopt.groups import Part, Samples
 from ocnopt.hosts import Host
 from ocnopt.layers.base import Call, compute_dtype
 from ocnopt.multi import masked
 from ocnopt.players import Player, Use
-from ocnopt.records import Record
+from ocnopt.records import Pass, Record
 from ocnopt.trees import mapped
 
 
@@ -45,14 +45,12 @@ class Calls:
         inside = {use.module_name for uses in player.uses for use in uses if use.host is not None}
         return all(record.inner is not None for record in self.records(player) if record.name in inside)
 
-    def by_pass(self, player: Player) -> list[list[Call]]:
+    def by_pass(self, player: Player) -> dict[Pass, list[Call]]:
         """The calls of a player's modules, by forward pass; none if a host was not asked for them."""
-        if not self.looked_at(player):
-            return []
-        passes: dict[int, list[Call]] = defaultdict(list)
-        for record, use in self._uses(player):
-            passes[id(record.origin)] += record.calls(use.path)
-        return list(passes.values())
+        passes: dict[Pass, list[Call]] = defaultdict(list)
+        for record, use in self._uses(player) if self.looked_at(player) else ():
+            passes[record.origin] += record.calls(use.path)
+        return passes
 
     def _uses(self, player: Player) -> list[tuple[Record, Use]]:
         """The records of a player's modules, each with one of the uses that it is about."""
@@ -99,19 +97,25 @@ class Forms:
     """Chooses and builds the group gradients of players."""
 
     def __init__(
-        self, records: Sequence[Record], groups: Groups, fractions: Tensor, ok: Tensor, maximize: bool
+        self, records: Sequence[Record], samples: Samples, fractions: Tensor, ok: Tensor, maximize: bool
     ) -> None:
-        self.calls, self.groups, self.fractions = Calls(records), groups, fractions
+        self.calls, self.samples, self.fractions = Calls(records), samples, fractions
         self.ok, self.maximize = ok, maximize
         self._columns: dict[tuple[int, str], dict[str, Tensor]] = {}
 
+    def calls_of(self, player: Player) -> list[tuple[Part, list[Call]]]:
+        """By forward pass, with the rows that are its own."""
+        return [(self.samples.of(this), calls) for this, calls in self.calls.by_pass(player).items()]
+
     def kind(self, player: Player) -> type[GroupGradients]:
-        if self.groups.rank == 1 or not self.calls.looked_at(player) or self.calls.why_unusable(player) is not None:
+        rank, calls = self.samples.groups.rank, self.calls
+        if rank == 1 or not calls.looked_at(player) or calls.why_unusable(player) is not None:
             return Shared
-        records = self.calls.records(player)
-        alone = len(records) == 1 and isinstance(player.curvature, Identity) and not player.inside
+        records = calls.records(player)
+        whole = self.samples.of(records[0].origin).groups == self.samples.groups
+        alone = len(records) == 1 and whole and isinstance(player.curvature, Identity) and not player.inside
         assert player.adapter is not None
-        return Gram if alone and player.adapter.prefers_gram(records[0].call(), self.groups.rank) else Explicit
+        return Gram if alone and player.adapter.prefers_gram(records[0].call(), rank) else Explicit
 
     def build(self, kind: type[GroupGradients], players: Sequence[Player]) -> GroupGradients:
         params = [p for player in players for p in player.params]
@@ -139,18 +143,24 @@ class Forms:
                 calls[id(record)] = replace(call, args=args, kwargs=kwargs, h=self._cleaned(call.h))
             assert player.adapter is not None
             rows.append(GramRow(player.adapter, calls[id(record)], player.own_names[0], grad))
-        return Gram.of(rows, self.groups, fractions)
+        return Gram.of(rows, self.samples.groups, fractions)
 
     def _gradient(self, use: Use) -> Tensor:
         """Group gradients of one parameter as one module uses it, summed over the module's calls."""
-        return self._summed([self._of_record(r, use)[use.own_name] for r in self.calls.by_module[use.module_name]])
+        total = None
+        for record in self.calls.by_module[use.module_name]:
+            total = self.samples.of(record.origin).add(total, self._of_record(record, use)[use.own_name])
+        assert total is not None
+        return total
 
     def _of_record(self, record: Record, use: Use) -> dict[str, Tensor]:
+        """Columns of the groups that its pass has samples of."""
         key = id(record), use.path
         if key not in self._columns:
             assert use.adapter is not None
+            mine = self.samples.of(record.origin)
             parts = [
-                {n: call.duration * G for n, G in use.adapter.group_gradients(call, self.groups).items()}
+                {n: call.duration * G for n, G in use.adapter.group_gradients(call, mine.groups).items()}
                 for call in record.calls(use.path)
             ]
             self._columns[key] = {n: self._cleaned(self._summed([part[n] for part in parts])) for n in parts[0]}

@@ -6,9 +6,11 @@ groups is the *rank* of the Gauss-Newton term: r = 1 is the paper's Prop. 3, r =
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,44 +18,49 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Groups:
-    """``rank`` contiguous groups of ``batch`` rows (r > B means B)."""
+    """``rank`` contiguous groups of ``batch`` rows (r > B means B), as equal as can be unless their sizes are given."""
 
     batch: int
     rank: int
+    given: tuple[int, ...] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rank", max(1, min(self.rank, self.batch)))
+        if self.given is None:
+            object.__setattr__(self, "rank", max(1, min(self.rank, self.batch)))
+
+    @classmethod
+    def of_sizes(cls, sizes: Sequence[int]) -> Groups:
+        alike = len(set(sizes)) == 1 and sizes[0] > 0
+        return cls(sum(sizes), len(sizes), None if alike else tuple(sizes))
 
     @cached_property
     def sizes(self) -> list[int]:
-        """n_g, the number of rows of each group; they differ by one at most."""
-        starts = self._starts
-        return [b - a for a, b in pairwise(starts)]
+        """n_g, the number of rows of each group."""
+        return [b - a for a, b in pairwise(self.starts)]
 
     @cached_property
-    def _starts(self) -> list[int]:
+    def starts(self) -> list[int]:
+        """The first row of each group, and the end."""
+        if self.given is not None:
+            return list(accumulate(self.given, initial=0))
         # floor(i r / B) = g  <=>  ceil(g B / r) <= i < ceil((g+1) B / r)
         return [-(-g * self.batch // self.rank) for g in range(self.rank + 1)]
 
     @property
     def even(self) -> bool:
-        return self.batch % self.rank == 0
+        return self.given is None and self.batch % self.rank == 0
 
     def of_rows(self, device: torch.device | str | None = None) -> Tensor:
         """The group of each row, ``[B]``."""
-        return torch.arange(self.batch, device=device) * self.rank // max(self.batch, 1)
+        return _layout(tuple(self.sizes), torch.device(device or "cpu"))[0]
 
     def fractions(self, like: Tensor) -> Tensor:
         """ν = n / B, ``[r]``, in the dtype and on the device of ``like``."""
         if self.even:  # no host data to copy, so no synchronisation on a GPU
             return torch.full((self.rank,), 1.0 / self.rank, dtype=like.dtype, device=like.device)
         rows = self.of_rows(like.device)
-        ones = torch.full((self.batch,), 1.0 / self.batch, dtype=like.dtype, device=like.device)
+        ones = torch.full((self.batch,), 1.0 / max(self.batch, 1), dtype=like.dtype, device=like.device)
         return torch.zeros(self.rank, dtype=like.dtype, device=like.device).index_add_(0, rows, ones)
-
-    def fit(self, t: Tensor) -> bool:
-        """Can a tensor be split into groups, as far as its shape tells? (One group is everything.)"""
-        return self.rank == 1 or t.shape[:1] == (self.batch,)
 
     def sum(self, rows: Tensor) -> Tensor:
         """Add up the rows of each group: ``[B, ...] -> [r, ...]``."""
@@ -66,13 +73,67 @@ class Groups:
         """One slab of rows per group: ``[B, ...] -> [r, max n, ...]``, short groups filled up with zeros."""
         if self.even:
             return rows.reshape(self.rank, self.batch // self.rank, *rows.shape[1:])
-        longest = -(-self.batch // self.rank)
-        group = self.of_rows(rows.device)
-        start = -(-(group * self.batch) // self.rank)
-        place = group * longest + torch.arange(self.batch, device=rows.device) - start
-        out = rows.new_zeros(self.rank * longest, *rows.shape[1:]).index_copy_(0, place, rows)
+        group, place = _layout(tuple(self.sizes), rows.device)
+        longest = max(self.sizes)
+        out = rows.new_zeros(self.rank * longest, *rows.shape[1:]).index_copy_(0, group * longest + place, rows)
         return out.reshape(self.rank, longest, *rows.shape[1:])
 
     def expand(self, weights: Tensor) -> Tensor:
         """Give every row the weight of its group: ``[r] -> [B]``."""
         return weights[self.of_rows(weights.device)]
+
+
+@lru_cache(maxsize=64)
+def _layout(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The group of each row, and its place there; copied to the device once."""
+    rows = [(g, i) for g, n in enumerate(sizes) for i in range(n)]
+    both = torch.tensor(rows, dtype=torch.long).reshape(-1, 2).T.contiguous().to(device)
+    return both[0], both[1]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of one forward pass among all the samples of a step: the groups from ``first`` on that they are in."""
+
+    groups: Groups
+    first: int
+    rank: int  # of the whole
+
+    def add(self, total: Tensor | None, columns: Tensor) -> Tensor:
+        """Add columns of these groups to columns of all: ``[r, ...] + [own r, ...]``. May overwrite ``total``."""
+        if len(columns) == self.rank:
+            return columns if total is None else total + columns
+        if total is None:
+            total = columns.new_zeros(self.rank, *columns.shape[1:])
+        total[self.first : self.first + len(columns)] += columns
+        return total
+
+    def expand(self, weights: Tensor) -> Tensor:
+        """Give every row the weight of its group: ``[r] -> [rows]``."""
+        return self.groups.expand(weights[self.first : self.first + self.groups.rank])
+
+
+class Samples:
+    """The rows of the forward passes of a step, one pass after another, in ``rank`` groups."""
+
+    def __init__(self, rank: int | str = 1, rows: Mapping[Any, int] | None = None) -> None:
+        rows = rows or {}
+        total = sum(rows.values())
+        self.groups = Groups(max(total, 1), total if rank == "full" else int(rank))
+        self._parts: dict[Any, Part] = {}
+        start = 0
+        for each, n in rows.items():
+            self._parts[each] = self._part(start, start + n)
+            start += n
+
+    def _part(self, start: int, end: int) -> Part:
+        whole = self.groups
+        overlap = [min(end, b) - max(start, a) for a, b in pairwise(whole.starts)]
+        inside = [g for g, n in enumerate(overlap) if n > 0] or [0]
+        return Part(Groups.of_sizes([max(overlap[g], 0) for g in inside]), inside[0], whole.rank)
+
+    def of(self, each: Any) -> Part:
+        """The rows of one pass."""
+        if self.groups.rank == 1:  # everything is one group
+            return Part(Groups(1, 1), 0, 1)
+        return self._parts[each]

@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from ocnopt import arguments
-from ocnopt.arrangement import Arrangement, pass_of
+from ocnopt.arrangement import Arrangement, passes_of
 from ocnopt.capture import Tape
 from ocnopt.curvature import BY_NAME, Curvature
 from ocnopt.diagnostics import Diagnostics
 from ocnopt.fallbacks import Fallbacks
 from ocnopt.games.alignment import Aligner, Alignment, Rules, plain, rules_of
 from ocnopt.games.game import Game
-from ocnopt.groups import Groups
+from ocnopt.groups import Samples
 from ocnopt.hosts import Host
 from ocnopt.linalg import without_autocast
 from ocnopt.memory import usage
 from ocnopt.play import Snapshot, play
 from ocnopt.players import Player, find_uses, resolve
 from ocnopt.problem import pose
-from ocnopt.records import Need, Pass
+from ocnopt.records import Need
 from ocnopt.remeasure import Remeasure
 from ocnopt.rng import RNGState
 from ocnopt.roster import Roster
@@ -299,13 +299,13 @@ class OCNOpt(Optimizer):
         self, players: list[Player], loss: Any, closure: Callable[[], float] | None, rng: RNGState | None
     ) -> None:
         group = self.param_groups[0]
-        this = None if self._tape is None else pass_of(self._tape, group)
-        groups = self._groups(this)
+        passes = [] if self._tape is None else passes_of(self._tape, group)
+        samples = Samples(group["rank"], {this: this.batch or 0 for this in passes})
         if self._tape is not None:
             self._tape.rescale(hasattr(self, "found_inf"))
-            players = self._fallbacks.players(self._tape, players, groups.rank > 1, self.state)
+            players = self._fallbacks.players(self._tape, players, samples.groups.rank > 1, self.state)
         self._seated = players
-        stages, live = self._arrangement.arrange(players, this, groups, group, self._need(), self._tape)
+        stages, live = self._arrangement.arrange(players, passes, samples, group, self._need(), self._tape)
         if group["feedback"] == "nonlinear":
             self._fallbacks.uncalled(p for p in players if stages.of(p) in stages.uncalled)
         records = self._tape.records if self._tape is not None else []
@@ -313,19 +313,13 @@ class OCNOpt(Optimizer):
         if before is not None and not isinstance(before, Tensor):
             before = torch.tensor(before, dtype=torch.float64)
         with Snapshot(players, self.state) if group["feedback"] == "nonlinear" else nullcontext():
-            problem = pose(players, stages, records, self.state, groups, before, group["maximize"])
-            self._diagnostics = play(problem, group, self._tape, this, live)
+            problem = pose(players, stages, records, self.state, samples, before, group["maximize"])
+            self._diagnostics = play(problem, group, self._tape, passes, samples, live)
         problem.tick()
         self._count += 1
         self._skips.count(problem)
         if closure is not None and before is not None and rng is not None:
             self._diagnostics.actual = Remeasure(self, closure, before, rng)
-
-    def _groups(self, this: Pass | None) -> Groups:
-        if this is None or this.batch is None:
-            return Groups(1, 1)
-        rank = self.param_groups[0]["rank"]
-        return Groups(this.batch, this.batch if rank == "full" else rank)
 
     # --- the game ---
 

@@ -13,7 +13,8 @@ from ocnopt import rollout
 from ocnopt.bellman import Consistent, Policy
 from ocnopt.capture import Tape
 from ocnopt.diagnostics import Diagnostics
-from ocnopt.games.live import Live
+from ocnopt.games.live import Live, roll_out
+from ocnopt.groups import Samples
 from ocnopt.linalg import without_autocast
 from ocnopt.players import Player
 from ocnopt.problem import Kernels, Problem
@@ -23,7 +24,12 @@ from ocnopt.stages import Stages
 
 
 def play(
-    problem: Problem, group: Mapping[str, Any], tape: Tape | None, this: Pass | None, live: Live | None
+    problem: Problem,
+    group: Mapping[str, Any],
+    tape: Tape | None,
+    passes: Sequence[Pass],
+    samples: Samples,
+    live: Sequence[Live],
 ) -> Diagnostics:
     """Update all parameters and say what was done. ``live``: the state of the game, where its data flow is known."""
     if group["feedback"] == "off":
@@ -35,8 +41,9 @@ def play(
         _linear(problem, kernels, answers)
     else:
         assert tape is not None
-        assert this is not None
-        predicted = _nonlinear(problem, kernels, answers, tape, this, live, sign)
+        signs = [this.scaled(torch.full_like(problem.fractions, sign)) for this in passes]
+        measures = [Measure(samples.of(this), each) for this, each in zip(passes, signs, strict=True)]
+        predicted = _nonlinear(problem, kernels, answers, tape, passes, live, measures)
     return Diagnostics(
         names=problem.stages.names,
         stage_of=problem.stages.stage_of,
@@ -122,7 +129,13 @@ def _linear(problem: Problem, kernels: Kernels, answers: Answers) -> None:
 
 
 def _nonlinear(
-    problem: Problem, kernels: Kernels, answers: Answers, tape: Tape, this: Pass, live: Live | None, sign: float
+    problem: Problem,
+    kernels: Kernels,
+    answers: Answers,
+    tape: Tape,
+    passes: Sequence[Pass],
+    live: Sequence[Live],
+    measures: Sequence[Measure],
 ) -> Tensor | None:
     taken, weights = kernels.taken, {}
 
@@ -138,9 +151,9 @@ def _nonlinear(
     def predict(seat: int) -> Tensor:
         return -(taken[0][seat] @ weights[seat] + taken[1][seat])
 
-    measure = Measure(problem.groups, this.scaled(torch.full_like(problem.fractions, sign)))
-    if live is not None:
-        return live.roll_out(problem.stages, act, predict, measure)
+    if live:
+        return roll_out(live, problem.stages, act, predict, measures)
+    (this,), (measure,) = passes, measures
     follower = rollout.InOrder(this, tape.records, problem.stages, act, predict, measure)
     return rollout.in_order(tape, this, follower)
 

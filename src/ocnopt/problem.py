@@ -14,7 +14,7 @@ from torch import Tensor
 from ocnopt.bellman import Consistent, Paper, Policy, terminal_precision
 from ocnopt.bucket import Bucket, Scalar
 from ocnopt.forms import Forms, gradient_of
-from ocnopt.groups import Groups
+from ocnopt.groups import Samples
 from ocnopt.layers.base import compute_dtype
 from ocnopt.linalg import full_precision
 from ocnopt.multi import finite, sums_finite
@@ -106,7 +106,6 @@ class Problem:
     players: list[Player]
     stages: Stages
     buckets: list[Bucket]
-    groups: Groups
     fractions: Tensor
     ok: Tensor
     finite: Tensor  # [parameters and calls]
@@ -193,7 +192,7 @@ def pose(
     stages: Stages,
     records: Sequence[Record],
     state: Mapping[Tensor, dict[str, Any]],
-    groups: Groups,
+    samples: Samples,
     loss: Tensor | None,
     maximize: bool,
 ) -> Problem:
@@ -203,7 +202,7 @@ def pose(
     device = players[0].params[0].device
     # adjoints too: somebody may have repaired p.grad since. Where they are squared, they must not overflow either
     squared = any(p.curvature.needs_model for p in players)
-    adjoints = [(r.name, h) for r in records for h in (r.h if squared or groups.rank > 1 else r.d).values()]
+    adjoints = [(r.name, h) for r in records for h in (r.h if squared or samples.groups.rank > 1 else r.d).values()]
     checked = [p.name for p in players for _ in p.params] + [name for name, _ in adjoints]
     fine = finite([gradient_of(q) for p in players for q in p.params])
     if adjoints:
@@ -213,8 +212,8 @@ def pose(
     if loss is not None:
         ok = ok & torch.isfinite(loss.detach()).all().to(device)
     dtype = torch.promote_types(torch.float32, players[0].params[0].dtype)
-    fractions = groups.fractions(torch.empty(0, dtype=dtype, device=device))
-    forms = Forms(records, groups, fractions, ok, maximize)
+    fractions = samples.groups.fractions(torch.empty(0, dtype=dtype, device=device))
+    forms = Forms(records, samples, fractions, ok, maximize)
     sorted_in: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     fresh: dict[torch.device, Tensor] = {}
     _stop_clocks(players, state)
@@ -240,13 +239,12 @@ def pose(
                 states=[state[q] for q in params],
                 seats=[stages.seat_of[id(p)] for p in theirs],
                 gradients=forms.build(kind, theirs),
-                groups=groups,
-                calls={id(p): forms.calls.by_pass(p) for p in theirs} if theirs[0].curvature.needs_model else {},
+                calls={id(p): forms.calls_of(p) for p in theirs} if theirs[0].curvature.needs_model else {},
                 clock=state[params[0]]["step"],
                 ok=ok.to(params[0].device, compute_dtype(params[0].dtype)),
             )
         )
-    return Problem(players, stages, buckets, groups, fractions, ok.to(dtype), fine, checked)
+    return Problem(players, stages, buckets, fractions, ok.to(dtype), fine, checked)
 
 
 def _stop_clocks(players: Sequence[Player], state: Mapping[Tensor, dict[str, Any]]) -> None:

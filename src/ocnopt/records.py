@@ -32,7 +32,7 @@ class Need:
         return self.flow or self.calls or self.states
 
 
-@dataclass
+@dataclass(eq=False)
 class Pass:
     """One forward pass of the attached model."""
 
@@ -52,6 +52,7 @@ class Pass:
     D: dict[int, Tensor] = field(default_factory=dict)  # ∂L/∂x_K, by output
     sinks: list[Any] = field(default_factory=list)
     scale: Tensor | None = None  # the factor by which adjoints are to be multiplied, if any
+    turn: int = 0  # which pass since the hooks were set
     mixed: frozenset[str] = frozenset()  # modules whose dimension 0 only has the size of the batch
 
     def inputs_changed(self) -> bool:

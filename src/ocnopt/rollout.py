@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ocnopt.capture import Tape
-from ocnopt.groups import Groups
+from ocnopt.groups import Part
 from ocnopt.records import Pass, Record, Rollout, floating
 from ocnopt.stages import Stages
 
@@ -27,21 +27,27 @@ Predict = Callable[[int], Tensor]
 
 @dataclass
 class Measure:
-    """Σ⟨adjoint, δ⟩ by group of samples."""
+    """Σ⟨adjoint, δ⟩ by group of samples, of one pass."""
 
-    groups: Groups
+    part: Part
     sign: Tensor  # [r], −1 where the loss is maximised; times what the adjoints are to be multiplied by
 
     def zero(self) -> Tensor:
         return torch.zeros_like(self.sign)
 
+    def fits(self, t: Tensor) -> bool:
+        """Can the change of a tensor be told group by group, as far as its shape tells?"""
+        return self.part.rank == 1 or t.shape[:1] == (self.part.groups.batch,)
+
     def __call__(self, adjoint: Tensor, before: Tensor, now: Tensor) -> Tensor:
         delta = now.to(self.sign.dtype) - before.to(self.sign.dtype)
         adjoint = adjoint.to(self.sign.dtype)
-        if self.groups.rank == 1:
+        if self.part.rank == 1:
             return self.sign * torch.dot(adjoint.reshape(-1), delta.reshape(-1))
-        rows = (self.groups.batch, -1)
-        return self.sign * self.groups.sum(torch.linalg.vecdot(adjoint.reshape(rows), delta.reshape(rows)))
+        groups = self.part.groups
+        rows = (groups.batch, adjoint.numel() // max(groups.batch, 1))
+        changes = groups.sum(torch.linalg.vecdot(adjoint.reshape(rows), delta.reshape(rows)))
+        return self.sign * self.part.add(None, changes)
 
 
 class InOrder(Rollout):
@@ -112,7 +118,7 @@ class InOrder(Rollout):
         record = self.records.get((name, occurrence))
         if record is None or record.opaque or record.overwritten():
             return None
-        return None if self.measure.groups.rank > 1 and name in self.mixed else record
+        return None if self.measure.part.rank > 1 and name in self.mixed else record
 
     def _act(self, stage: int) -> None:
         self.done.add(stage)
@@ -132,7 +138,7 @@ class InOrder(Rollout):
         """Σ⟨adjoint, δ⟩ by group of samples, or ``None`` where it cannot be told."""
         total = self.measure.zero()
         for i, adjoint in adjoints.items():
-            if i not in before or i >= len(now) or now[i].shape != adjoint.shape or not self.measure.groups.fit(now[i]):
+            if i not in before or i >= len(now) or now[i].shape != adjoint.shape or not self.measure.fits(now[i]):
                 return None
             total = total + self.measure(adjoint, before[i], now[i])
         return total

@@ -175,35 +175,6 @@ def test_zero_dimensional_and_empty_parameters(game: dict[str, Any]) -> None:
     assert all(t.isfinite().all() for t in values(model))
 
 
-@pytest.mark.parametrize("game", [SOME_GAMES[1], SOME_GAMES[4]], ids=name_of)
-def test_two_passes_in_one_step_are_refused_where_they_cannot_be_told_apart(game: dict[str, Any]) -> None:
-    model = mlp()
-    opt = OCNOpt(model.parameters(), model=model, **game)
-    for x, y in batches(2):
-        backward(model, x, y)
-    before = values(model)
-    with pytest.raises(RuntimeError, match=r"needs exactly one forward pass.*2 calls"):
-        opt.step()
-    assert_identical(values(model), before)
-    train(model, opt, batches(1))
-
-
-@pytest.mark.parametrize("curvature", ["adaptive", "kronecker"])
-def test_accumulated_gradients_equal_one_large_batch(curvature: str) -> None:
-    """At rank 1 with linear feedback any number of passes is one batch: 1 × 12 is 3 × 4."""
-    (x, y), found = batches(size=12)[0], []
-    for parts in (1, 3):
-        model = mlp()
-        opt = OCNOpt(model.parameters(), 0.1, model=model, curvature=curvature, damping=0.1)
-        for _ in range(4):
-            opt.zero_grad()
-            for xs, ys in zip(x.chunk(parts), y.chunk(parts), strict=True):
-                (nn.functional.cross_entropy(model(xs), ys) / parts).backward()
-            opt.step()
-        found.append(values(model))
-    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.parametrize("game", [*GAMES, {"feedback": "off"}], ids=name_of)
 def test_to_maximise_is_to_minimise_the_negative(game: dict[str, Any]) -> None:
     runs = []

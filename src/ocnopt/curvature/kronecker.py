@@ -172,7 +172,8 @@ class Kronecker(Curvature):
         if not bucket.group["ekfac"] or "input_basis" not in state:
             return C[0][:, :, None] * A[0][:, None, :]
         S: Tensor = state["eigenvalues"]
-        return (C[1].mT @ state["output_basis"]).square() @ S @ (state["input_basis"].mT @ A[1]).square()
+        S = (C[1].mT @ state["output_basis"]).square() @ S @ (state["input_basis"].mT @ A[1]).square()
+        return S
 
 
 class Inputs:
@@ -216,11 +217,10 @@ def _inputs(bucket: Bucket, player: Player, a: Tensor | None) -> list[Inputs]:
     """By forward pass."""
     assert player.adapter is not None
     passes = bucket.calls[id(player)]
-    samples = sum(calls[0].batch for calls in passes)
+    samples = sum(calls[0].batch for _, calls in passes)
     if a is not None:
-        rows = bucket.groups.expand(a)
-        passes = [[call.weighted(rows) for call in calls] for calls in passes]
-    return [Inputs(player.adapter, calls, bucket.ok.bool(), samples) for calls in passes]
+        passes = [(part, [call.weighted(part.expand(a)) for call in calls]) for part, calls in passes]
+    return [Inputs(player.adapter, calls, bucket.ok.bool(), samples) for _, calls in passes]
 
 
 def _scaled(v: Tensor, factor: float) -> Tensor:

@@ -82,6 +82,7 @@ class Flow:
     fixed: str | None = None  # why its operations cannot be run again in another order
     uses: int = 0  # of how many steps it was
     rounds: dict[Any, Any] = field(default_factory=dict)  # what follows from it, see Game
+    held: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # passes that no step has been made of yet
 
     @property
     def why_fixed(self) -> str | None:
@@ -104,6 +105,13 @@ class Flow:
         with drawn, node.meta["mode"].restored(self.device):
             out = run(*args, **kwargs)
         return out if isinstance(out, Tensor) else tensors(out)
+
+    def fits(self, entries: list[Entry], constants: list[Tensor]) -> bool:
+        """Did another pass do the same? One with other numbers only while no earlier pass is going to run again."""
+        same = _equal(self.entries, entries)
+        if same and all(map(operator.is_, self.constants.values(), constants)):
+            return True
+        return not self.held and (same or _alike(self.entries, entries))
 
     def again(self, entries: list[Entry], constants: list[Tensor]) -> None:
         """Another pass did the same, but perhaps with other numbers in its code and other constants."""
@@ -242,7 +250,7 @@ class Recorder(TorchFunctionMode):
         self._values.clear()
         self._refs.clear()
         for flow in known:
-            if _equal(flow.entries, self.entries) or _alike(flow.entries, self.entries):
+            if flow.fits(self.entries, self.constants):
                 flow.again(self.entries, self.constants)
                 return flow
         return self._build(values)

@@ -52,6 +52,7 @@ class Follower:
         if this is None or self._random is None:
             return None
         flow, this.draws = recorder.finish(output, self._flows), recorder.draws
+        flow.held.add(this)
         self._flows = [flow, *(other for other in self._flows[:7] if other is not flow)]  # the likeliest first
         drew = not self._random.same_as(RNGState.capture(self._random.states))
         if drew and not self._draws:

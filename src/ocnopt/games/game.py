@@ -54,19 +54,24 @@ class Game:
         self._round: Round | None = None
 
     def arrange(self, flow: Flow, rules: Mapping[str, Alignment]) -> Round:
-        """The placement of a step. What follows from a data flow is kept with it, and goes with it."""
+        """The placement of a step."""
+        schedule = self.place(flow, {}).schedule
+        modules = [] if self.model is None else [name for name, _ in self.model.named_modules()]
+        self._round = self.place(flow, self.aligner.choose(rules, schedule, modules))
+        return self._round
+
+    def place(self, flow: Flow, late: Mapping[str, int]) -> Round:
+        """With branches as late as they are said to be. What follows from a data flow is kept with it."""
         rounds: dict[tuple[tuple[str, int], ...], Round] = flow.rounds
         if () not in rounds:
             schedule = Schedule(flow)
             rounds[()] = Round(flow, schedule, schedule.place({}), {})
         schedule = rounds[()].schedule
-        modules = [] if self.model is None else [name for name, _ in self.model.named_modules()]
-        late = {name: n for name, n in self.aligner.choose(rules, schedule, modules).items() if n}
+        late = {name: n for name, n in late.items() if n}
         key = tuple(late.items())
         if key not in rounds:
             rounds[key] = Round(flow, schedule, schedule.place(late), late)
-        self._round = rounds[key]
-        return self._round
+        return rounds[key]
 
     def trace(self, *args: Any, **kwargs: Any) -> Game:
         """Find the data flow by running the model on these inputs, which changes nothing in it."""

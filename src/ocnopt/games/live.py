@@ -7,7 +7,7 @@ The state of a stage is what was computed before it and is still to be read: the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from ocnopt.capture import Tape
 from ocnopt.games.flow import Flow, arguments
 from ocnopt.games.replay import Replay
 from ocnopt.games.schedule import Placement
-from ocnopt.groups import Groups
+from ocnopt.groups import Part
 from ocnopt.records import Pass, Rollout
 from ocnopt.rollout import Act, Measure, Predict
 from ocnopt.stages import Stages
@@ -52,11 +52,18 @@ class Term:
 
 
 class Live:
-    """The rollout of one pass on its data flow. Made before anybody acts."""
+    """One pass on its data flow. Made before anybody acts."""
 
     def __init__(self, flow: Flow, placement: Placement, edges: Edges, tape: Tape, this: Pass) -> None:
         self.flow, self.placement, self.tape, self.this = flow, placement, tape, this
         self.terms: dict[fx.Node, list[Term]] = defaultdict(list)  # by source
+        self._alive: list[tuple[int, Tensor]] = []  # the last stage of each term, and its part of s
+        self._values: dict[fx.Node, Any] = {}
+        self._inputs = iter(tensors((this.args, this.kwargs)))
+        self._readers = {node: len(node.users) for node in flow.graph.nodes}
+        for node in flow.outputs:
+            if node is not None:
+                self._readers[node] += 1  # never forgotten
         replay = Replay.of(flow, tape.model, this, tape.records)
         self.records = list(replay.records.values())
         self._of_players(replay, edges)
@@ -81,7 +88,7 @@ class Live:
         for (source, user), adjoint in adjoints.items():
             self.terms[source].append(Term(adjoint, values[source].detach(), self.placement.stage[user]))
 
-    def why_not(self, groups: Groups) -> str | None:
+    def why_not(self, part: Part) -> str | None:
         """Why s cannot be told group by group, if so."""
         for record in self.records:
             if record.overwritten():
@@ -89,52 +96,65 @@ class Live:
         if self.this.outputs_changed():
             return "an output of the model was overwritten in place after the pass"
         shapes = [term.adjoint.shape for terms in self.terms.values() for term in terms]
-        rows = all(shape[:1] == (groups.batch,) and (len(shape) < 3 or shape[1] != groups.batch) for shape in shapes)
-        if groups.rank > 1 and (self.this.mixed or not rows):
+        batch = part.groups.batch
+        rows = all(shape[:1] == (batch,) and (len(shape) < 3 or shape[1] != batch) for shape in shapes)
+        if part.rank > 1 and (self.this.mixed or not rows):
             return "it cannot be told whether dimension 0 of all tensors between the layers runs over the samples"
         return None
 
-    def roll_out(self, stages: Stages, act: Act, predict: Predict, measure: Measure) -> Tensor | None:
-        """Run the network stage by stage. Returns the predicted change of the loss, ⟨∂L/∂x_K, δx_K⟩."""
-        assert self.this.environment is not None
-        self.tape.release()  # what is needed is in the terms
-        base = measure.zero()
-        for stage in stages.uncalled:
-            act(stage, base)
-            base = base + sum((predict(seat) for seat in stages.seats[stage]), measure.zero())
-        try:
-            with self.tape.following(Rollout()), self.this.environment.repeated():
-                outputs = self._run(stages, act, measure, base)
-        except Exception as error:
-            self.flow.fixed = f"running it stage by stage failed ({error})"  # from the next step on
-            error.add_note("feedback='nonlinear' runs the model again, without gradients; feedback='linear' does not")
-            raise
-        return self.this.change(outputs)
+    def s(self, k: int) -> list[Tensor]:
+        """⟨∂L/∂e, δe⟩ of the edges that stage k sees."""
+        self._alive = [(last, part) for last, part in self._alive if last >= k]
+        return [part for _, part in self._alive]
 
-    def _run(self, stages: Stages, act: Act, measure: Measure, base: Tensor) -> list[Tensor]:
-        values: dict[fx.Node, Any] = {}
-        readers = {node: len(node.users) for node in self.flow.graph.nodes}
-        for node in self.flow.outputs:
-            if node is not None:
-                readers[node] += 1  # never forgotten
-        inputs = iter(tensors((self.this.args, self.this.kwargs)))
-        live: list[tuple[int, Tensor]] = []  # the last stage of each term, and its part of s
-        for k, nodes in enumerate(self.placement.nodes(self.flow), start=-1):
-            live = [(last, part) for last, part in live if last >= k]
-            if k in stages.at:
-                act(stages.at[k], torch.stack([base, *(part for _, part in live)]).sum(0))
-            for node in nodes:
-                values[node] = next(inputs) if node.op == "placeholder" else self._value(node, values)
-                for term in self.terms.pop(node, ()):
-                    if term.before.shape == values[node].shape:
-                        live.append((term.last, measure(term.adjoint, term.before, values[node])))
-                    else:
-                        self.flow.fixed = "the shapes of its tensors depend on their values"
-                for read in node.all_input_nodes:
-                    readers[read] -= 1
-                    if not readers[read]:
-                        del values[read]
-        return [self.this.outputs[i] if node is None else values[node] for i, node in enumerate(self.flow.outputs)]
+    def advance(self, nodes: Sequence[fx.Node], measure: Measure) -> None:
+        """Run the operations of one stage."""
+        values = self._values
+        for node in nodes:
+            values[node] = next(self._inputs) if node.op == "placeholder" else self._value(node)
+            for term in self.terms.pop(node, ()):
+                if term.before.shape == values[node].shape:
+                    self._alive.append((term.last, measure(term.adjoint, term.before, values[node])))
+                else:
+                    self.flow.fixed = "the shapes of its tensors depend on their values"
+            for read in node.all_input_nodes:
+                self._readers[read] -= 1
+                if not self._readers[read]:
+                    del values[read]
 
-    def _value(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-        return self.flow.run(node, values, self.tape.model, self.this.draws)
+    def _value(self, node: fx.Node) -> Any:
+        return self.flow.run(node, self._values, self.tape.model, self.this.draws)
+
+    def change(self) -> Tensor | None:
+        """⟨∂L/∂x_K, δx_K⟩, when all has run."""
+        nodes = enumerate(self.flow.outputs)
+        return self.this.change([self.this.outputs[i] if node is None else self._values[node] for i, node in nodes])
+
+
+def roll_out(
+    passes: Sequence[Live], stages: Stages, act: Act, predict: Predict, measures: Sequence[Measure]
+) -> Tensor | None:
+    """Run the network stage by stage, each on all passes before the next. Returns the predicted change of the loss."""
+    first, zero = passes[0], measures[0].zero()
+    assert first.this.environment is not None
+    first.tape.release()  # what is needed is in the terms
+    base = zero
+    for stage in stages.uncalled:
+        act(stage, base)
+        base = base + sum((predict(seat) for seat in stages.seats[stage]), zero)
+    try:
+        with first.tape.following(Rollout()), first.this.environment.repeated():
+            for k, nodes in enumerate(
+                zip(*(live.placement.nodes(live.flow) for live in passes), strict=True), start=-1
+            ):
+                if k in stages.at:
+                    act(stages.at[k], torch.stack([base, *(part for live in passes for part in live.s(k))]).sum(0))
+                for live, theirs, measure in zip(passes, nodes, measures, strict=True):
+                    live.advance(theirs, measure)
+    except Exception as error:
+        for live in passes:
+            live.flow.fixed = f"running it stage by stage failed ({error})"  # from the next step on
+        error.add_note("feedback='nonlinear' runs the model again, without gradients; feedback='linear' does not")
+        raise
+    changes = [live.change() for live in passes]
+    return None if any(c is None for c in changes) else torch.stack([c for c in changes if c is not None]).sum()
