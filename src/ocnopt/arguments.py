@@ -131,16 +131,52 @@ def alignment_matters(group: Mapping[str, Any]) -> bool:
 
 def why_model(group: Mapping[str, Any]) -> str | None:
     """Which argument of a group cannot do without the model, or ``None``."""
-    curvature = group["curvature"]
-    curvature = BY_NAME[curvature] if isinstance(curvature, str) else curvature
-    if curvature.needs_model:
-        return f"curvature={curvature.name!r}"
-    if group["feedback"] == "nonlinear":
-        return "feedback='nonlinear'"
+    if (why := _why_calls(group)) is not None:
+        return why
     if group["game"] == "noncooperative" and group["feedback"] != "off":
         return "game='noncooperative'"
     if rules_of(group["alignment"]) != rules_of("first") and alignment_matters(group):
         return f"alignment={group['alignment']!r}"
+    return None
+
+
+def why_together(group: Mapping[str, Any]) -> str | None:
+    """Which argument of a group needs more than ``p.grad`` of processes that train one network, or ``None``."""
+    return _why_calls(group) or _why_drawn(group, "random", "adaptive")
+
+
+def why_not_together(group: Mapping[str, Any]) -> str | None:
+    """Which argument of a group processes that train one network cannot have, or ``None``."""
+    curvature = _curvature(group)
+    if curvature.needs_model and not curvature.adds_up:
+        return f"curvature={curvature.name!r} does not add up what it reads over the processes"
+    if group["feedback"] == "nonlinear":
+        return "feedback='nonlinear' needs the whole batch in one process"
+    if group["feedback"] != "off" and group["rank"] != 1:
+        return f"rank={group['rank']!r} needs the whole batch in one process"
+    if (why := _why_drawn(group, "adaptive")) is not None:
+        return f"{why} would get another reward in each process"
+    return None
+
+
+def _why_drawn(group: Mapping[str, Any], *rules: str) -> str | None:
+    """Is the alignment drawn by chance?"""
+    drawn = any(each.rule in rules for each in (rules_of(group["alignment"]) or {}).values())
+    return f"alignment={group['alignment']!r}" if drawn and alignment_matters(group) else None
+
+
+def _curvature(group: Mapping[str, Any]) -> Curvature:
+    curvature = group["curvature"]
+    return BY_NAME[curvature] if isinstance(curvature, str) else curvature
+
+
+def _why_calls(group: Mapping[str, Any]) -> str | None:
+    """Which argument of a group reads what layers and samples do, or ``None``."""
+    curvature = _curvature(group)
+    if curvature.needs_model:
+        return f"curvature={curvature.name!r}"
+    if group["feedback"] == "nonlinear":
+        return "feedback='nonlinear'"
     if group["feedback"] != "off" and group["rank"] != 1:
         return f"rank={group['rank']!r}"
     return None

@@ -5,7 +5,7 @@ operation.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ocnopt.curvature import Curvature, Metric
+from ocnopt.distributed import World
 from ocnopt.gradients import GroupGradients
 from ocnopt.groups import Part
 from ocnopt.layers.base import Call
@@ -35,8 +36,10 @@ class Bucket:
     seats: list[int]  # of each player
     gradients: GroupGradients
     calls: Mapping[int, list[tuple[Part, list[Call]]]]  # id(player) → forward passes → calls of its module
+    seen: Set[int]  # ids of the players of which any process has calls
     clock: Tensor  # steps taken, this one not counted
     ok: Tensor  # 1, or 0 if this step must leave no trace
+    world: World = field(default_factory=World)  # the processes that share the batch
     failed_refreshes: int = field(default=0)
     metric: Metric | None = field(default=None)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ocnopt.chain import Ends, is_chain
+from ocnopt.distributed import World
 from ocnopt.environment import Autocast, Environment
 from ocnopt.games.flow import Flow, innermost
 from ocnopt.games.following import Follower
@@ -103,9 +104,9 @@ class Tape:
         self._scaling.clear()
         self._follower.clear()
 
-    def rescale(self, scaler: bool) -> None:
+    def rescale(self, scaler: bool, world: World) -> None:
         """Let the adjoints follow what was done to the gradients since the backward pass, by a scaler or anybody."""
-        factor = self._scaling.factor(scaler) if self.records else None
+        factor = self._scaling.factor(scaler, world) if self.need().calls or self.need().states else None
         for this in self.passes:
             this.scale = factor
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from enum import IntEnum
 from typing import Any
 
 from torch import Tensor
@@ -12,9 +13,22 @@ from torch import Tensor
 from ocnopt import hosts
 from ocnopt.capture import Tape
 from ocnopt.curvature import BY_NAME
+from ocnopt.distributed import World
 from ocnopt.forms import Calls
 from ocnopt.players import Player
 from ocnopt.probe import mixed_layers
+
+
+class Verdict(IntEnum):
+    """What a process makes of the calls of a player. Of several processes, the largest counts."""
+
+    ABSENT = 0  # it has none: there may be others
+    FINE = 1
+    NOT_TOLD = 2  # a host was not asked, or could not tell: this step teaches nothing about the player
+    UNUSABLE = 3
+
+
+_ABSENT, _ELSEWHERE = "its calls were not seen", "its calls are of no use on another process"
 
 
 class Fallbacks:
@@ -26,34 +40,43 @@ class Fallbacks:
         self._said: set[tuple[str, str]] = set()
         self._demoted: dict[int, tuple[Player, Player]] = {}
         self._last: dict[Player, str | None] = {}  # what the last look at the calls of a player told
+        self.seen: set[int] = set()  # ids of players whose calls are of use in this step, on this process or another
 
     def players(
-        self, tape: Tape, players: Sequence[Player], split: bool, state: Mapping[Tensor, dict[str, Any]]
+        self, tape: Tape, players: Sequence[Player], split: bool, state: Mapping[Tensor, dict[str, Any]], world: World
     ) -> list[Player]:
         """The players of this step: with adaptive curvature where the calls that theirs reads are of no use."""
+        self.seen = set()
         if not (split or any(p.curvature.needs_model for p in players)):
             return list(players)
         self._probe(tape)
 
         def due(player: Player) -> bool:
-            mine = state.get(player.params[0], {})
-            return self._last.get(player) is None and player.curvature.due(mine, player.group, player.inside)
+            return player.curvature.due(state.get(player.params[0], {}), player.group, player.inside)
 
-        failed = hosts.ask(tape.records, players, split, due)
-        nobody = not (tape.records or split or any(map(due, players)))  # the hooks had nothing to keep
-        calls = None if nobody else Calls(tape.records)
-        return [self._checked(player, self._why(player, calls, failed, state), split) for player in players]
+        failed = hosts.ask(tape.records, players, split, lambda p: self._last.get(p) is None and due(p))
+        if split or any(map(due, players)):
+            self._look(Calls(tape.records), players, world)
+        return [self._checked(player, self._why(player, failed, state), split) for player in players]
 
-    def _why(
-        self, player: Player, calls: Calls | None, failed: Mapping[str, str], state: Mapping[Tensor, dict[str, Any]]
-    ) -> str | None:
+    def _look(self, calls: Calls, players: Sequence[Player], world: World) -> None:
+        """All processes must come to the same verdict: what they add up depends on it."""
+        world.must_agree(" ".join(player.name for player in players), "do not have gradients of the same parameters")
+        mine = [_verdict(calls, player) for player in players]
+        theirs = zip(*world.gather_ints([verdict for verdict, _ in mine]), strict=True)
+        for player, (verdict, why), worst in zip(players, mine, map(max, theirs), strict=True):
+            if worst == Verdict.FINE:
+                self._last[player] = None
+                self.seen.add(id(player))
+            elif worst != Verdict.NOT_TOLD:
+                self._last[player] = why if verdict == worst else _ELSEWHERE
+
+    def _why(self, player: Player, failed: Mapping[str, str], state: Mapping[Tensor, dict[str, Any]]) -> str | None:
         """Why the calls of a player are of no use. Between two looks, the last one stands."""
-        if calls is not None and calls.looked_at(player):
-            self._last[player] = calls.why_unusable(player)
-            return self._last[player]
-        if player.curvature.ready(state.get(player.params[0], {})) or self._last.get(player) is not None:
-            return self._last.get(player)
-        return next((failed[name] for name in player.module_names if name in failed), "its calls were not seen")
+        last, ready = self._last.get(player), player.curvature.ready(state.get(player.params[0], {}))
+        if last is not None or ready or id(player) in self.seen:
+            return last
+        return next((failed[name] for name in player.module_names if name in failed), _ABSENT)
 
     def _probe(self, tape: Tape) -> None:
         for this in tape.passes:
@@ -85,10 +108,19 @@ class Fallbacks:
         """Players of the model whose module was not seen to run, for example inside reentrant checkpointing."""
         for player in players:
             if player.module_names:
-                self.say(player.name, "its calls were not seen", "it acts before the network runs again")
+                self.say(player.name, _ABSENT, "it acts before the network runs again")
 
     def say(self, name: str, why: str, effect: str) -> None:
         self.reasons[name] = why
         if (name, why) not in self._said:
             self._said.add((name, why))
             warnings.warn(f"{name}: {why}; {effect}", stacklevel=8)
+
+
+def _verdict(calls: Calls, player: Player) -> tuple[Verdict, str | None]:
+    if not calls.looked_at(player):
+        return Verdict.NOT_TOLD, None
+    if player.why_no_adapter() is None and not calls.records(player):
+        return Verdict.ABSENT, _ABSENT
+    why = calls.why_unusable(player)
+    return (Verdict.FINE, None) if why is None else (Verdict.UNUSABLE, why)

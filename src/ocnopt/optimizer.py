@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from ocnopt.arrangement import Arrangement, passes_of
 from ocnopt.capture import Tape
 from ocnopt.curvature import BY_NAME, Curvature
 from ocnopt.diagnostics import Diagnostics
+from ocnopt.distributed import World, check_known, unwrapped
 from ocnopt.fallbacks import Fallbacks
 from ocnopt.games.alignment import Aligner, Alignment, Rules, plain, rules_of
 from ocnopt.games.game import Game
@@ -35,6 +36,9 @@ from ocnopt.scaling import unscale_
 from ocnopt.skips import Skips
 from ocnopt.summary import summarise
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 
 class OCNOpt(Optimizer):
     """Optimal Control Theoretic Neural Optimizer: every layer gets a feedback policy from dynamic programming.
@@ -49,6 +53,8 @@ class OCNOpt(Optimizer):
         lr: step size (η). Part of the problem that the Bellman equation solves, hence forgiving.
         model: the network that holds the parameters. Needed for ``rank`` > 1, ``feedback="nonlinear"`` and Kronecker
             curvature.
+        process_group: the processes that train this network together, each on its part of the batch, with gradients
+            averaged. Known if ``model`` is a ``DistributedDataParallel``; ``False``: a network for each process.
         curvature: metric of the parameters (Q_θθ): ``"identity"``, ``"adaptive"``, ``"kronecker"`` or a
             :class:`~ocnopt.curvature.Curvature`. With the feedback off these are SGD, RMSprop or Adam, and K-FAC.
         feedback: how the policy learns what the layers before have changed: ``"linear"`` predicts it, at no cost;
@@ -90,6 +96,7 @@ class OCNOpt(Optimizer):
         lr: float | Tensor = 1e-2,
         *,
         model: nn.Module | None = None,
+        process_group: ProcessGroup | Literal[False] | None = None,
         curvature: str | Curvature = "adaptive",
         feedback: str = "auto",
         rank: int | str = 1,
@@ -119,9 +126,11 @@ class OCNOpt(Optimizer):
             quiet = model is not None and _is_continuous(model) and not arguments.asks_for_a_game(locals())
             feedback = "off" if quiet else "linear"
             del quiet  # the locals are the defaults
-        defaults = {k: v for k, v in locals().items() if k not in ("self", "params", "model", "__class__")}
+        of_this_process = ("self", "params", "model", "process_group", "__class__")
+        defaults = {k: v for k, v in locals().items() if k not in (*of_this_process, "of_this_process")}
         arguments.check(defaults)
         self._reset()
+        self._join(process_group)
         super().__init__(params, defaults)
         if self._rules != rules_of("first") and not arguments.alignment_matters(defaults):
             warnings.warn(
@@ -137,6 +146,7 @@ class OCNOpt(Optimizer):
     def _reset(self) -> None:
         """What is not state: a copy or an unpickled optimizer starts from here, attached to no model."""
         self._model: nn.Module | None = None
+        self._world: World | None = None  # None: nobody has said
         self._tape: Tape | None = None
         self._unhook: weakref.finalize[..., OCNOpt] | None = None  # takes the hooks off, at the latest when this dies
         self._roster = Roster()
@@ -178,19 +188,29 @@ class OCNOpt(Optimizer):
 
     # --- the model ---
 
-    def attach(self, model: nn.Module) -> None:
-        """Watch this model. Do it before ``torch.compile`` and before the forward pass of the step that needs it."""
+    def attach(self, model: nn.Module, process_group: ProcessGroup | Literal[False] | None = None) -> None:
+        """Watch this model. Do it before ``torch.compile`` and before the forward pass of the step that needs it.
+
+        ``process_group``: as that of :class:`OCNOpt`; by default what has been said before.
+        """
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        model, found = unwrapped(model)
         mine = {id(p) for group in self.param_groups for p in group["params"]}
         if not any(id(p) in mine for p in model.parameters()):
             raise ValueError("model holds none of the parameters of this optimizer")
         self.detach()
+        self._join(process_group if process_group is not None else found)
         self._model, self._arrangement = model, Arrangement(model, self._aligner)
         for name, module in model.named_modules():
             if isinstance(module, Host):
                 module.attached(self, name)
         self._hook_if_needed()
+
+    def _join(self, process_group: ProcessGroup | Literal[False] | None) -> None:
+        if process_group is not None:
+            self._world = World(process_group or None)
+            self._aligner.world = self._world
 
     def detach(self) -> None:
         """Take the hooks off the model and forget it."""
@@ -284,6 +304,7 @@ class OCNOpt(Optimizer):
                         f"OCNOpt does not support {kind} gradients (a parameter of shape {tuple(p.shape)})"
                     )
         arguments.check_agreement(self.param_groups)
+        self._check_processes()
         if self._need() and self._tape is None:
             why = self._why_model() or "bellman='paper' with a model"
             if self._model is not None:  # the groups were changed since the last forward pass
@@ -292,6 +313,21 @@ class OCNOpt(Optimizer):
             if self._why_model() is not None:
                 raise RuntimeError(f"{why} needs the network: call attach(model) before the forward pass")
 
+    def _check_processes(self) -> None:
+        for group in self.param_groups:
+            if (why := arguments.why_together(group)) is None:
+                continue
+            if self._world is None:
+                check_known(why)
+            elif self._world.size > 1 and (why := arguments.why_not_together(group)) is not None:
+                raise RuntimeError(f"{why} (a network that {self._world.size} processes train together)")
+
+    def _talking_to(self, loss: Any) -> World:
+        """The processes to exchange something with in this step: nobody if all that counts is ``p.grad``."""
+        talks = any(arguments.why_together(g) is not None for g in self.param_groups)
+        talks = talks or loss is not None or self._need().flow
+        return self._world if self._world is not None and talks else World()
+
     def _players(self) -> list[Player]:
         return self._roster.players(self.param_groups, self._model)
 
@@ -299,13 +335,16 @@ class OCNOpt(Optimizer):
         self, players: list[Player], loss: Any, closure: Callable[[], float] | None, rng: RNGState | None
     ) -> None:
         group = self.param_groups[0]
+        world = self._talking_to(loss)
         passes = [] if self._tape is None else passes_of(self._tape, group)
         samples = Samples(group["rank"], {this: this.batch or 0 for this in passes})
         if self._tape is not None:
-            self._tape.rescale(hasattr(self, "found_inf"))
-            players = self._fallbacks.players(self._tape, players, samples.groups.rank > 1, self.state)
+            self._tape.rescale(hasattr(self, "found_inf"), world)
+            players = self._fallbacks.players(self._tape, players, samples.groups.rank > 1, self.state, world)
         self._seated = players
         stages, live = self._arrangement.arrange(players, passes, samples, group, self._need(), self._tape)
+        if self._need().flow:
+            world.must_agree(f"{stages.modules} {stages.stage_of}", "do not run the same layers in the same order")
         if group["feedback"] == "nonlinear":
             self._fallbacks.uncalled(p for p in players if stages.of(p) in stages.uncalled)
         records = self._tape.records if self._tape is not None else []
@@ -313,7 +352,8 @@ class OCNOpt(Optimizer):
         if before is not None and not isinstance(before, Tensor):
             before = torch.tensor(before, dtype=torch.float64)
         with Snapshot(players, self.state) if group["feedback"] == "nonlinear" else nullcontext():
-            problem = pose(players, stages, records, self.state, samples, before, group["maximize"])
+            seen = self._fallbacks.seen
+            problem = pose(players, stages, records, self.state, samples, before, group["maximize"], world, seen)
             self._diagnostics = play(problem, group, self._tape, passes, samples, live)
         problem.tick()
         self._count += 1
@@ -339,7 +379,7 @@ class OCNOpt(Optimizer):
     @property
     def diagnostics(self) -> Diagnostics:
         """The last step, layer by layer. Warns if steps were skipped since it was last asked for."""
-        self._skips.report()
+        self._skips.report(alone=self._world is None or self._world.size == 1)
         self._diagnostics.skipped = self._skips.total
         return self._diagnostics
 

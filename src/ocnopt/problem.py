@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ocnopt.bellman import Consistent, Paper, Policy, terminal_precision
 from ocnopt.bucket import Bucket, Scalar
+from ocnopt.distributed import World
 from ocnopt.forms import Forms, gradient_of
 from ocnopt.groups import Samples
 from ocnopt.layers.base import compute_dtype
@@ -195,9 +196,13 @@ def pose(
     samples: Samples,
     loss: Tensor | None,
     maximize: bool,
+    world: World,
+    seen: Set[int],
 ) -> Problem:
     """Collect gradients, check that they are finite, give every player its form of group gradients and fill the
     buckets.
+
+    ``world``: the processes that share the batch. ``seen``: ids of players of which any of them has calls.
     """
     device = players[0].params[0].device
     # adjoints too: somebody may have repaired p.grad since. Where they are squared, they must not overflow either
@@ -211,6 +216,7 @@ def pose(
     ok = fine.all()
     if loss is not None:
         ok = ok & torch.isfinite(loss.detach()).all().to(device)
+    ok = world.minimum(ok)
     dtype = torch.promote_types(torch.float32, players[0].params[0].dtype)
     fractions = samples.groups.fractions(torch.empty(0, dtype=dtype, device=device))
     forms = Forms(records, samples, fractions, ok, maximize)
@@ -241,7 +247,9 @@ def pose(
                 gradients=forms.build(kind, theirs),
                 calls={id(p): forms.calls_of(p) for p in theirs} if theirs[0].curvature.needs_model else {},
                 clock=state[params[0]]["step"],
+                seen=seen,
                 ok=ok.to(params[0].device, compute_dtype(params[0].dtype)),
+                world=world,
             )
         )
     return Problem(players, stages, buckets, fractions, ok.to(dtype), fine, checked)

@@ -42,12 +42,13 @@ class Skips:
             self._codes[key] = torch.tensor(codes, dtype=problem.ok.dtype, device=problem.ok.device)
         return self._codes[key]
 
-    def report(self) -> None:
+    def report(self, alone: bool) -> None:
         """Warn if steps were skipped since the last report."""
         if self.total is None or self._first_bad is None or int(self.total) <= self._reported:
             return
         bad, new = int(self._first_bad), int(self.total) - self._reported
-        where = "the loss" if bad < 0 else f"the gradient of {self._names[bad]!r}"
+        elsewhere = "the loss" if alone else "the loss, or something on another process,"
+        where = elsewhere if bad < 0 else f"the gradient of {self._names[bad]!r}"
         warnings.warn(
             f"{new} step(s) skipped: {where} was not finite, or too large to be squared; "
             f"parameters and state are unharmed",

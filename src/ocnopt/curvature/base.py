@@ -39,11 +39,15 @@ class Curvature(ABC):
     name: str
     #: whether :meth:`measure` reads the inputs and adjoints of the layers (``bucket.calls``), which needs the model
     needs_model: bool = False
+    #: whether :meth:`measure` adds up over ``bucket.world`` what it reads there, so that processes which train one
+    #: network on a batch each come to the same metric
+    adds_up: bool = False
 
     def due(self, state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -> bool:
         """Does :meth:`measure` want the calls of a layer at this step? ``inside`` an ODE solve they are costly to get.
 
-        ``state`` is that of the player's first parameter. Where it does not, ``bucket.calls`` may have none.
+        ``state`` is that of the player's first parameter. Where it does not, ``bucket.calls`` may have none; another
+        process may have some nevertheless (``bucket.seen``).
         """
         return self.needs_model
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ocnopt.distributed import World
 from ocnopt.games.bandit import Bandit, EXP3PlusPlus
 from ocnopt.games.schedule import Branch, Schedule
 
@@ -94,6 +95,7 @@ class Aligner:
         self._choices: dict[str, tuple[int, int]] = {}  # arms and arm of adaptive rules, until they get their reward
         self._asked: set[str] = set()  # rules with a reward function of their own
         self._steps = 0
+        self.world = World()  # all processes that train one network must choose the same
 
     def choose(self, rules: Mapping[str, Alignment], schedule: Schedule, modules: Sequence[str]) -> dict[str, int]:
         """By how many stages each branch is late."""
@@ -138,7 +140,8 @@ class Aligner:
     def _random(self) -> torch.Generator:
         # of its own: choosing must not change the random numbers of the training loop
         if self._generator is None:
-            self._generator = torch.Generator().manual_seed(torch.initial_seed())
+            seeds = self.world.gather_ints([torch.initial_seed() & (1 << 63) - 1])
+            self._generator = torch.Generator().manual_seed(seeds[0][0])
         return self._generator
 
     def reward(self, value: float) -> None:
@@ -180,7 +183,7 @@ class Aligner:
         self._generator, self._bandits, self._choices, self._steps = None, {}, {}, 0
         if not state:
             return
-        self._random().set_state(state["generator"].cpu())
+        self._generator = torch.Generator().set_state(state["generator"].cpu())
         for prefix, arms, theirs in state["bandits"]:
             if prefix in rules:
                 self._bandit(prefix, rules[prefix], arms).load_state_dict(theirs)

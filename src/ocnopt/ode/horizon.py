@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ocnopt.capture import sinks_of, trains
+from ocnopt.distributed import World
 from ocnopt.ode.field import State, as_tuple
 from ocnopt.scaling import Scaling
 
@@ -157,7 +158,9 @@ class LearnedHorizon(nn.Module):
     def _after_step(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
         psi, before, scaling = self._psi, self._before, self._scaling[id(optimizer)]
         self._psi, self._before = [], []
-        factor = scaling.factor(scaler=True) if psi else None  # a scaler need not leave a mark on this optimizer
+        factor = (
+            scaling.factor(scaler=True, world=World()) if psi else None
+        )  # a scaler need not leave a mark on this optimizer
         scaling.clear()
         self.count += 1
         if self.count < self.settings.update_every or not psi:
