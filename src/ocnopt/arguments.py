@@ -11,7 +11,18 @@ from ocnopt.curvature import BY_NAME, Curvature
 from ocnopt.games.alignment import rules_of
 
 #: one value for all parameter groups: these describe the game, not a player
-WHOLE_GAME = ("feedback", "rank", "gauss_newton", "bellman", "clamp", "maximize", "game", "alignment", "state")
+WHOLE_GAME = (
+    "feedback",
+    "rank",
+    "gauss_newton",
+    "bellman",
+    "clamp",
+    "maximize",
+    "game",
+    "alignment",
+    "state",
+    "accumulate",
+)
 
 
 def _number(
@@ -66,6 +77,7 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "state": (_one_of("live", "accumulated"), "'live' or 'accumulated'"),
     "players": (_is_count, "a whole number ≥ 1"),
+    "accumulate": (_is_count, "a whole number ≥ 1"),
     "clamp": (_flag, "True or False"),
     "momentum": (_number(0.0, 1.0), "a number in [0, 1)"),
     "ema": (_flag, "True or False"),

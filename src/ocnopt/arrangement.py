@@ -26,7 +26,7 @@ def passes_of(tape: Tape, group: Mapping[str, Any]) -> list[Pass]:
         return []
     what = "feedback='nonlinear'" if nonlinear else f"rank={group['rank']!r}"
     passes = sorted(tape.passes, key=lambda this: this.turn)
-    if all(this.batch is None for this in passes):
+    if tape.folded is None and all(this.batch is None for this in passes):
         raise RuntimeError(
             f"{what} needs a forward and backward pass of the attached model itself since it was asked for and "
             f"since the last step; none was seen"

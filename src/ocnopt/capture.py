@@ -19,7 +19,7 @@ from ocnopt.environment import Autocast, Environment
 from ocnopt.games.flow import Flow, innermost
 from ocnopt.games.following import Follower
 from ocnopt.hosts import Host
-from ocnopt.records import Need, Pass, Record, Rollout, Sinks, detached, floating, versions_of
+from ocnopt.records import Folded, Need, Pass, Record, Rollout, Sinks, detached, floating, versions_of
 from ocnopt.rng import RNGState
 from ocnopt.scaling import Scaling
 from ocnopt.trees import mapped, tensors
@@ -49,6 +49,8 @@ class Tape:
         self._modules = dict(modules)
         self._measured = innermost(modules)
         self.records: list[Record] = []
+        self.folded: Folded | None = None  # what is left of earlier passes
+        self.before_pass: Callable[[], None] = lambda: None  # told of a pass while the tape holds others
         self.order: list[str] = []  # of the last pass
         self.flow: Flow | None = None  # of the last pass
         self._follower = Follower()
@@ -95,20 +97,27 @@ class Tape:
 
     def clear(self) -> None:
         """Forget what arrived. The graph may still be alive: a second backward pass through it starts from nothing."""
+        self.folded = None
+        self.forget()
+        self._scaling.clear()
+        self._follower.clear()
+
+    def forget(self) -> None:
+        """The records alone."""
         for record in self.records:
             for store in (record.h, record.d, record.outputs, record.origin.D):
                 store.clear()
             if record.origin.flow is not None:
                 record.origin.flow.held.discard(record.origin)
         self.records.clear()
-        self._scaling.clear()
-        self._follower.clear()
 
     def rescale(self, scaler: bool, world: World) -> None:
         """Let the adjoints follow what was done to the gradients since the backward pass, by a scaler or anybody."""
         factor = self._scaling.factor(scaler, world) if self.need().calls or self.need().states else None
         for this in self.passes:
             this.scale = factor
+        if self.folded is not None:
+            self.folded.scale = factor
 
     @property
     def passes(self) -> list[Pass]:
@@ -131,6 +140,8 @@ class Tape:
             return
         if all(p.grad is None for p in model.parameters()):
             self.clear()  # the gradients of earlier passes are gone, so their records are of no use
+        elif self.records:
+            self.before_pass()
         given = args, kwargs
         args, kwargs = detached(given)
         self._current = Pass(_batch_size(args, kwargs), args, kwargs, versions_of((args, kwargs)))

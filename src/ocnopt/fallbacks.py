@@ -17,6 +17,7 @@ from ocnopt.distributed import World
 from ocnopt.forms import Calls
 from ocnopt.players import Player
 from ocnopt.probe import mixed_layers
+from ocnopt.records import Folded
 
 
 class Verdict(IntEnum):
@@ -56,13 +57,13 @@ class Fallbacks:
 
         failed = hosts.ask(tape.records, players, split, lambda p: self._last.get(p) is None and due(p))
         if split or any(map(due, players)):
-            self._look(Calls(tape.records), players, world)
+            self._look(Calls(tape.records), tape.folded, players, world)
         return [self._checked(player, self._why(player, failed, state), split) for player in players]
 
-    def _look(self, calls: Calls, players: Sequence[Player], world: World) -> None:
+    def _look(self, calls: Calls, folded: Folded | None, players: Sequence[Player], world: World) -> None:
         """All processes must come to the same verdict: what they add up depends on it."""
         world.must_agree(" ".join(player.name for player in players), "do not have gradients of the same parameters")
-        mine = [_verdict(calls, player) for player in players]
+        mine = [_verdict(calls, folded or Folded(), player) for player in players]
         theirs = zip(*world.gather_ints([verdict for verdict, _ in mine]), strict=True)
         for player, (verdict, why), worst in zip(players, mine, map(max, theirs), strict=True):
             if worst == Verdict.FINE:
@@ -117,7 +118,12 @@ class Fallbacks:
             warnings.warn(f"{name}: {why}; {effect}", stacklevel=8)
 
 
-def _verdict(calls: Calls, player: Player) -> tuple[Verdict, str | None]:
+def _verdict(calls: Calls, folded: Folded, player: Player) -> tuple[Verdict, str | None]:
+    first = player.params[0]
+    if first in folded.whole:
+        return Verdict.UNUSABLE, folded.whole[first]
+    if first in folded.columns and not calls.records(player):
+        return Verdict.FINE, None
     if not calls.looked_at(player):
         return Verdict.NOT_TOLD, None
     if player.why_no_adapter() is None and not calls.records(player):

@@ -16,7 +16,7 @@ from ocnopt.hosts import Host
 from ocnopt.layers.base import Call, compute_dtype
 from ocnopt.multi import masked
 from ocnopt.players import Player, Use
-from ocnopt.records import Pass, Record
+from ocnopt.records import Folded, Pass, Record
 from ocnopt.trees import mapped
 
 
@@ -97,9 +97,15 @@ class Forms:
     """Chooses and builds the group gradients of players."""
 
     def __init__(
-        self, records: Sequence[Record], samples: Samples, fractions: Tensor, ok: Tensor, maximize: bool
+        self,
+        records: Sequence[Record],
+        samples: Samples,
+        ok: Tensor | None = None,
+        maximize: bool = False,
+        folded: Folded | None = None,
     ) -> None:
-        self.calls, self.samples, self.fractions = Calls(records), samples, fractions
+        """``ok``: 0 if the step must leave no trace; ``folded``: passes that are no longer on the tape."""
+        self.calls, self.samples, self.folded = Calls(records), samples, folded
         self.ok, self.maximize = ok, maximize
         self._columns: dict[tuple[int, str], dict[str, Tensor]] = {}
 
@@ -108,10 +114,14 @@ class Forms:
         return [(self.samples.of(this), calls) for this, calls in self.calls.by_pass(player).items()]
 
     def kind(self, player: Player) -> type[GroupGradients]:
-        rank, calls = self.samples.groups.rank, self.calls
-        if rank == 1 or not calls.looked_at(player) or calls.why_unusable(player) is not None:
-            return Shared
+        rank, calls, folded = self.samples.groups.rank, self.calls, self.folded
         records = calls.records(player)
+        if rank == 1 or (folded is not None and folded.whole.keys() & set(player.params)):
+            return Shared
+        if folded is not None and player.params[0] in folded.columns and not records:
+            return Explicit
+        if not calls.looked_at(player) or calls.why_unusable(player) is not None:
+            return Shared
         whole = self.samples.of(records[0].origin).groups == self.samples.groups
         alone = len(records) == 1 and whole and isinstance(player.curvature, Identity) and not player.inside
         assert player.adapter is not None
@@ -120,18 +130,27 @@ class Forms:
     def build(self, kind: type[GroupGradients], players: Sequence[Player]) -> GroupGradients:
         params = [p for player in players for p in player.params]
         grads = [gradient_of(p).detach().to(compute_dtype(p.dtype)) for p in params]
-        grads = masked(grads, self.ok.to(params[0].device))
+        if self.ok is not None:
+            grads = masked(grads, self.ok.to(params[0].device))
         if self.maximize:
             torch._foreach_neg_(grads)
-        fractions = self.fractions.to(grads[0])
+        fractions = self.samples.groups.fractions(grads[0])
         if kind is Shared:
             return Shared(grads, fractions)
         if kind is Explicit:
-            uses = [uses for player in players for uses in player.uses]
-            columns = [self._summed([self._gradient(u) for u in use if u.module_name in self.calls]) for use in uses]
+            columns = [G for player in players for G in self.columns(player)]
             whole = [Explicit.adding_up_to(g, G, fractions) for g, G in zip(grads, columns, strict=True)]
             return Explicit(whole, fractions)
         return self._gram(players, grads, fractions)
+
+    def columns(self, player: Player) -> list[Tensor]:
+        """``[r, *shape]`` of each parameter of a player, as the tape tells it."""
+        found = []
+        for p, uses in zip(player.params, player.uses, strict=True):
+            parts = [self._gradient(use) for use in uses if use.module_name in self.calls]
+            before = None if self.folded is None else self.folded.of(p, self.samples.groups.rank)
+            found.append(self._summed(parts if before is None else [*parts, self._cleaned(before)]))
+        return found
 
     def _gram(self, players: Sequence[Player], grads: Sequence[Tensor], fractions: Tensor) -> Gram:
         rows, calls = [], {}
@@ -167,7 +186,9 @@ class Forms:
         return self._columns[key]
 
     def _masked(self, t: Tensor) -> Tensor:
-        return torch.where(self.ok.to(t.device), t, 0) if t.is_floating_point() else t
+        if self.ok is None or not t.is_floating_point():
+            return t
+        return torch.where(self.ok.to(t.device), t, 0)
 
     def _cleaned(self, t: Tensor) -> Tensor:
         return -self._masked(t) if self.maximize else self._masked(t)

@@ -30,8 +30,8 @@ class Groups:
 
     @classmethod
     def of_sizes(cls, sizes: Sequence[int]) -> Groups:
-        alike = len(set(sizes)) == 1 and sizes[0] > 0
-        return cls(sum(sizes), len(sizes), None if alike else tuple(sizes))
+        usual = cls(sum(sizes), len(sizes))
+        return usual if usual.sizes == list(sizes) else cls(sum(sizes), len(sizes), tuple(sizes))
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -114,12 +114,20 @@ class Part:
 
 
 class Samples:
-    """The rows of the forward passes of a step, one pass after another, in ``rank`` groups."""
+    """The rows of the forward passes of a step, one pass after another, in ``rank`` groups.
 
-    def __init__(self, rank: int | str = 1, rows: Mapping[Any, int] | None = None) -> None:
+    Groups may have to be made before all passes are known: of ``expected`` rows. Those that get none are left out, and
+    more rows than expected go into the last one.
+    """
+
+    def __init__(self, rank: int | str = 1, rows: Mapping[Any, int] | None = None, expected: int | None = None) -> None:
         rows = rows or {}
         total = sum(rows.values())
-        self.groups = Groups(max(total, 1), total if rank == "full" else int(rank))
+        planned = total if expected is None else expected
+        self.groups = Groups(max(planned, 1), planned if rank == "full" else int(rank))
+        if planned != total:
+            sizes = [min(b, total) - a for a, b in pairwise(self.groups.starts) if a < total] or [0]
+            self.groups = Groups.of_sizes([*sizes[:-1], sizes[-1] + max(total - planned, 0)])
         self._parts: dict[Any, Part] = {}
         start = 0
         for each, n in rows.items():
@@ -134,6 +142,5 @@ class Samples:
 
     def of(self, each: Any) -> Part:
         """The rows of one pass."""
-        if self.groups.rank == 1:  # everything is one group
-            return Part(Groups(1, 1), 0, 1)
-        return self._parts[each]
+        everything = Part(Groups(1, 1), 0, 1)
+        return self._parts.get(each, everything) if self.groups.rank == 1 else self._parts[each]

@@ -37,6 +37,8 @@ def usage(state: Mapping[Tensor, Mapping[str, Any]], tape: Tape | None) -> dict[
 def _of_tape(tape: Tape) -> Iterator[Tensor]:
     for this in tape.passes:
         yield from tensors((this.args, dict(this.kwargs), this.outputs, this.D))
+    if tape.folded is not None:
+        yield from tape.folded.columns.values()
     for record in tape.records:
         yield from tensors((record.args, dict(record.kwargs), record.inputs, record.outputs, record.d, record.h))
 

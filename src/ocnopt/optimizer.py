@@ -19,16 +19,16 @@ from ocnopt.curvature import BY_NAME, Curvature
 from ocnopt.diagnostics import Diagnostics
 from ocnopt.distributed import World, check_known, unwrapped
 from ocnopt.fallbacks import Fallbacks
+from ocnopt.folding import fold, samples_of
 from ocnopt.games.alignment import Aligner, Alignment, Rules, plain, rules_of
 from ocnopt.games.game import Game
-from ocnopt.groups import Samples
 from ocnopt.hosts import Host
 from ocnopt.linalg import without_autocast
 from ocnopt.memory import usage
 from ocnopt.play import Snapshot, play
 from ocnopt.players import Player, find_uses, resolve
 from ocnopt.problem import pose
-from ocnopt.records import Need
+from ocnopt.records import Folded, Need
 from ocnopt.remeasure import Remeasure
 from ocnopt.rng import RNGState
 from ocnopt.roster import Roster
@@ -49,7 +49,7 @@ class OCNOpt(Optimizer):
     Args:
         params: tensors, named pairs or groups, as for every optimizer of torch. Groups may set any of the arguments
             below, except those of the whole game: ``feedback``, ``rank``, ``gauss_newton``, ``bellman``, ``clamp``,
-            ``maximize``, ``game``, ``alignment``, ``state``.
+            ``maximize``, ``game``, ``alignment``, ``state``, ``accumulate``.
         lr: step size (η). Part of the problem that the Bellman equation solves, hence forgiving.
         model: the network that holds the parameters. Needed for ``rank`` > 1, ``feedback="nonlinear"`` and Kronecker
             curvature.
@@ -75,6 +75,8 @@ class OCNOpt(Optimizer):
         state: how ``"nonlinear"`` measures what has changed upstream in a network that is no chain: ``"live"``, over
             all that is still to be read; ``"accumulated"``, layer by layer, which needs no data flow.
         players: fictitious players of each parameter (N), which share its step.
+        accumulate: how many forward and backward passes a step is made of. They may be any number at any time; said
+            beforehand, ``rank`` > 1 keeps r gradients of them instead of all that the layers saw.
         momentum, ema, nesterov: momentum (μ), inside the recursion. ``ema=True`` averages as Adam does, ``ema=False``
             is torch's SGD.
         weight_decay, decoupled_weight_decay: γ; decoupled is AdamW's.
@@ -107,6 +109,7 @@ class OCNOpt(Optimizer):
         alignment: Rules = "first",
         state: str = "live",
         players: int = 1,
+        accumulate: int = 1,
         momentum: float = 0.9,
         ema: bool = True,
         nesterov: bool = False,
@@ -231,6 +234,7 @@ class OCNOpt(Optimizer):
         me = weakref.ref(self)  # the hooks live on the model: they must not keep a forgotten optimizer alive
         modules = {use.module_name: use.called for use in uses}
         self._tape = Tape(self._model, modules, lambda: optimizer._need() if (optimizer := me()) else Need())
+        self._tape.before_pass = lambda: optimizer._fold() if (optimizer := me()) else None
         self._unhook = weakref.finalize(self, self._tape.remove)
         random = (u for u in uses if u.adapter is not None and u.host is None and u.adapter.needs_rng(u.module))
         self._tape.randomised = {u.module_name for u in random}
@@ -337,7 +341,8 @@ class OCNOpt(Optimizer):
         group = self.param_groups[0]
         world = self._talking_to(loss)
         passes = [] if self._tape is None else passes_of(self._tape, group)
-        samples = Samples(group["rank"], {this: this.batch or 0 for this in passes})
+        folded = None if self._tape is None else self._tape.folded
+        samples = samples_of(folded, passes, group["rank"], group["accumulate"])
         if self._tape is not None:
             self._tape.rescale(hasattr(self, "found_inf"), world)
             players = self._fallbacks.players(self._tape, players, samples.groups.rank > 1, self.state, world)
@@ -352,14 +357,32 @@ class OCNOpt(Optimizer):
         if before is not None and not isinstance(before, Tensor):
             before = torch.tensor(before, dtype=torch.float64)
         with Snapshot(players, self.state) if group["feedback"] == "nonlinear" else nullcontext():
-            seen = self._fallbacks.seen
-            problem = pose(players, stages, records, self.state, samples, before, group["maximize"], world, seen)
+            seen, maximize = self._fallbacks.seen, group["maximize"]
+            problem = pose(players, stages, records, folded, self.state, samples, before, maximize, world, seen)
             self._diagnostics = play(problem, group, self._tape, passes, samples, live)
         problem.tick()
         self._count += 1
         self._skips.count(problem)
         if closure is not None and before is not None and rng is not None:
             self._diagnostics.actual = Remeasure(self, closure, before, rng)
+
+    @torch.no_grad()
+    def _fold(self) -> None:
+        """A pass begins while the tape holds another: where group gradients are all that the step needs of that one,
+        and it was said how many are to come, they take its place.
+        """
+        group, tape = self.param_groups[0], self._tape
+        kronecker = any(resolve(g["curvature"]).needs_model for g in self.param_groups)
+        if tape is None or group["accumulate"] == 1 or kronecker or self._need().states or not self._need().calls:
+            return
+        passes = passes_of(tape, group)
+        tape.folded = tape.folded or Folded()
+        with without_autocast():
+            samples = samples_of(tape.folded, passes, group["rank"], group["accumulate"])
+            players = [p for p in self._players() if all(q.grad is not None for q in p.params)]
+            players = self._fallbacks.players(tape, players, True, self.state, World())
+            fold(tape.folded, players, tape.records, samples)
+        tape.forget()
 
     # --- the game ---
 

@@ -20,7 +20,7 @@ from ocnopt.layers.base import compute_dtype
 from ocnopt.linalg import full_precision
 from ocnopt.multi import finite, sums_finite
 from ocnopt.players import Player
-from ocnopt.records import Record
+from ocnopt.records import Folded, Record
 from ocnopt.stages import Stages
 
 
@@ -192,6 +192,7 @@ def pose(
     players: list[Player],
     stages: Stages,
     records: Sequence[Record],
+    folded: Folded | None,
     state: Mapping[Tensor, dict[str, Any]],
     samples: Samples,
     loss: Tensor | None,
@@ -208,6 +209,8 @@ def pose(
     # adjoints too: somebody may have repaired p.grad since. Where they are squared, they must not overflow either
     squared = any(p.curvature.needs_model for p in players)
     adjoints = [(r.name, h) for r in records for h in (r.h if squared or samples.groups.rank > 1 else r.d).values()]
+    if folded is not None:
+        adjoints += [(p.name, folded.columns[q]) for p in players for q in p.params if q in folded.columns]
     checked = [p.name for p in players for _ in p.params] + [name for name, _ in adjoints]
     fine = finite([gradient_of(q) for p in players for q in p.params])
     if adjoints:
@@ -219,7 +222,7 @@ def pose(
     ok = world.minimum(ok)
     dtype = torch.promote_types(torch.float32, players[0].params[0].dtype)
     fractions = samples.groups.fractions(torch.empty(0, dtype=dtype, device=device))
-    forms = Forms(records, samples, fractions, ok, maximize)
+    forms = Forms(records, samples, ok, maximize, folded)
     sorted_in: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     fresh: dict[torch.device, Tensor] = {}
     _stop_clocks(players, state)

@@ -127,6 +127,24 @@ class Record:
         return self.versions != versions_of((self.args, self.kwargs))
 
 
+@dataclass
+class Folded:
+    """Group gradients of passes that are over, added up: r·P numbers, however many they were."""
+
+    rows: list[int] = field(default_factory=list)  # of each pass
+    columns: dict[Tensor, Tensor] = field(default_factory=dict)  # parameter → [r, *shape], of the groups so far
+    whole: dict[Tensor, str] = field(default_factory=dict)  # parameters that could not be split, and why
+    scale: Tensor | None = None  # as that of a pass
+
+    def of(self, p: Tensor, rank: int) -> Tensor | None:
+        """``[r, *shape]``, in the scale of the gradients."""
+        if p not in self.columns:
+            return None
+        G = self.columns[p]
+        G = torch.cat([G, G.new_zeros(rank - len(G), *G.shape[1:])])
+        return G if self.scale is None else G * self.scale.to(G)
+
+
 class Rollout:
     """Told of every module call while the model runs a second time (see :mod:`ocnopt.rollout`)."""
 

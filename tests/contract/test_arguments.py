@@ -38,6 +38,7 @@ WRONG: dict[str, list[Any]] = {
     "damping": [-1e-3, NAN, INF, None],
     "factor_decay": [-0.1, 1.0, NAN, None],
     "factor_every": [0, 1.5, None, True],
+    "accumulate": [0, 1.5, None, True],
     "refresh_every": [0, 1.5, None, True],
     "ekfac": [1, None],
 }

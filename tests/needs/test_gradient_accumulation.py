@@ -54,7 +54,9 @@ def make(net: str) -> nn.Module:
 def trained(net: str, sizes: Sequence[int], steps: int = 4, **options: Any) -> list[Tensor]:
     """Parameters after some steps, each of several passes of the given sizes."""
     model = make(net)
-    opt = OCNOpt(model.parameters(), model=model, **({"lr": 0.3, "damping": 0.1, "refresh_every": 2} | options))
+    opt = OCNOpt(
+        model.parameters(), model=model, **({"lr": 0.3, "eps": 1e-2, "damping": 0.1, "refresh_every": 2} | options)
+    )
     for x, y in batches(steps, size=SIZE):
         opt.zero_grad()
         for xs, ys in zip(x.split(list(sizes)), y.split(list(sizes)), strict=True):
@@ -99,7 +101,7 @@ def test_other_options(options: dict[str, Any]) -> None:
 def test_forward_passes_first_and_one_backward_pass(game: dict[str, Any]) -> None:
     """The order of the samples is that of the forward passes, not that in which autograd comes by."""
     model = make("residual")
-    opt = OCNOpt(model.parameters(), 0.3, model=model, damping=0.1, refresh_every=2, **game)
+    opt = OCNOpt(model.parameters(), 0.3, model=model, eps=1e-2, damping=0.1, refresh_every=2, **game)
     for x, y in batches(4, size=SIZE):
         opt.zero_grad()
         outputs = [model(xs) for xs in x.split([5, 7])]
@@ -143,7 +145,7 @@ def test_passes_with_other_numbers_in_the_code_keep_their_own() -> None:
 def test_passes_of_other_batches_leave_no_trace(game: dict[str, Any]) -> None:
     """An evaluation between two passes, a pass without backward, and gradients thrown away in the middle."""
     model = make("residual")
-    opt = OCNOpt(model.parameters(), 0.3, model=model, damping=0.1, refresh_every=2, **game)
+    opt = OCNOpt(model.parameters(), 0.3, model=model, eps=1e-2, damping=0.1, refresh_every=2, **game)
     (other, labels), *_ = batches(1, size=7, seed=9)
     for x, y in batches(4, size=SIZE):
         cross_entropy(model(other), labels).backward()
@@ -169,6 +171,89 @@ def test_dropout_draws_what_each_pass_drew() -> None:
         assert opt.diagnostics.s is not None
         assert opt.diagnostics.s.abs().max() == 0
         assert opt.diagnostics.predicted_change == 0
+
+
+FOLDED = [
+    {"curvature": "identity", "rank": 3},
+    {"curvature": "adaptive", "rank": "full"},
+    {"curvature": "adaptive", "rank": 2, "bellman": "paper"},
+]
+
+
+@pytest.mark.parametrize("sizes", [[3, 3, 3, 3], [6, 6]], ids=str)
+@pytest.mark.parametrize("game", FOLDED, ids=name_of)
+@pytest.mark.parametrize("net", NETS)
+def test_said_beforehand(net: str, game: dict[str, Any], sizes: list[int]) -> None:
+    assert_same(trained(net, sizes, accumulate=len(sizes), **game), trained(net, [12], **game))
+
+
+def test_said_beforehand_it_takes_r_gradients_of_memory() -> None:
+    """However many passes there are, and however large: only the last one's tape is there."""
+    held = []
+    for accumulate, passes in ((1, 4), (4, 4)):
+        model = nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, CLASSES))
+        opt = OCNOpt(model.parameters(), model=model, rank=2, accumulate=accumulate)
+        for x, y in batches(passes, size=1000, dtype=torch.float32):
+            cross_entropy(model(x), y).backward()
+            held.append(opt.memory_usage()["tape"])
+    parameters = 4 * sum(p.numel() for p in model.parameters())
+    kept, folded = held[:4], held[4:]
+    assert kept == [n * kept[0] for n in (1, 2, 3, 4)]
+    assert folded[0] == kept[0]
+    assert folded[1:] == [kept[0] + n * parameters for n in (1, 1, 2)]  # the second group begins in the third pass
+
+
+@pytest.mark.parametrize("sizes", [[4, 4], [4, 4, 4, 4, 2], [4, 4, 4, 1]], ids=str)
+def test_another_number_of_passes_than_was_said(sizes: list[int]) -> None:
+    """The end of an epoch: groups without samples are left out, and the last one takes what is over."""
+    model, found = make("residual"), []
+    opt = OCNOpt(model.parameters(), 0.3, model=model, curvature="identity", rank=4, accumulate=4)
+    for x, y in batches(2, size=sum(sizes)):
+        opt.zero_grad()
+        for xs, ys in zip(x.split(sizes), y.split(sizes), strict=True):
+            (cross_entropy(model(xs), ys, reduction="sum") / len(y)).backward()
+        opt.step()
+        found.append(opt.diagnostics.w)
+    expected = {2: [4, 4], 5: [4, 4, 4, 6], 4: [4, 4, 4, 1]}[len(sizes)]
+    assert [len(w[0]) for w in found] == [len(expected)] * 2
+    precision = torch.tensor(expected, dtype=torch.float64) / sum(expected)
+    assert torch.allclose(opt.diagnostics.policy.precision, precision)
+
+
+def test_clipping_after_accumulation_is_honoured() -> None:
+    found = []
+    for sizes in ([12], [3, 3, 3, 3]):
+        model = make("residual")
+        opt = OCNOpt(model.parameters(), 0.3, model=model, rank=3, accumulate=len(sizes))
+        for x, y in batches(4, size=SIZE):
+            opt.zero_grad()
+            for xs, ys in zip(x.split(sizes), y.split(sizes), strict=True):
+                (cross_entropy(model(xs), ys, reduction="sum") / len(y)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            opt.step()
+        found.append(values(model))
+    assert_same(*found)
+
+
+def test_a_layer_that_only_some_passes_go_through() -> None:
+    class Choice(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.into(x).tanh()
+            return self.out(self.skip(y) if x[0, 0] > 0 else self.body(y))
+
+    found = []
+    for accumulate in (1, 3):
+        torch.manual_seed(0)
+        model = Choice().double()
+        opt = OCNOpt(model.parameters(), 0.3, model=model, rank=3, accumulate=accumulate)
+        for x, y in batches(4, size=SIZE):
+            x[:, 0] = x[:, 0].abs() * torch.tensor([-1.0] * 4 + [1.0] * 8, dtype=x.dtype)
+            opt.zero_grad()
+            for xs, ys in zip(x.split(4), y.split(4), strict=True):
+                (cross_entropy(model(xs), ys, reduction="sum") / len(y)).backward()
+            opt.step()
+        found.append(values(model))
+    assert_same(*found)
 
 
 def test_a_network_that_cannot_run_by_stages_is_refused_and_nothing_is_lost() -> None:

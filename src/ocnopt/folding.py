@@ -1,0 +1,42 @@
+"""Gradient accumulation at rank > 1 without the tapes of all passes: what is kept of a pass are its group gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from ocnopt.forms import Forms
+from ocnopt.groups import Samples
+from ocnopt.players import Player
+from ocnopt.records import Folded, Pass, Record
+
+
+def samples_of(folded: Folded | None, passes: Iterable[Pass], rank: int | str, accumulate: int) -> Samples:
+    """The samples of a step: of passes that are folded, and of those still on the tape."""
+    rows: dict[object, int] = {} if folded is None else dict(enumerate(folded.rows))
+    rows |= {this: this.batch or 0 for this in passes}
+    first = next(iter(rows.values()), 0)
+    return Samples(rank, rows, first * accumulate if accumulate > 1 else None)
+
+
+def fold(folded: Folded, players: Sequence[Player], records: Sequence[Record], samples: Samples) -> None:
+    """Add the group gradients of these records. ``samples``: of their passes and all earlier ones."""
+    forms = Forms(records, samples)
+    for player in players:
+        if not forms.calls.records(player):
+            continue
+        if (why := forms.calls.why_unusable(player)) is not None:
+            folded.whole |= dict.fromkeys(player.params, why)
+            continue
+        for p, G in zip(player.params, forms.columns(player), strict=True):
+            folded.columns[p] = _sum(folded.columns.get(p), G)
+    folded.rows += [this.batch or 0 for this in {record.origin: None for record in records}]
+
+
+def _sum(total: Tensor | None, G: Tensor) -> Tensor:
+    """Later passes are in later groups, so there are more and more columns."""
+    if total is None:
+        return G
+    G[: len(total)] += total
+    return G
