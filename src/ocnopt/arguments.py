@@ -162,10 +162,6 @@ def why_not_together(group: Mapping[str, Any]) -> str | None:
     curvature = _curvature(group)
     if curvature.needs_model and not curvature.adds_up:
         return f"curvature={curvature.name!r} does not add up what it reads over the processes"
-    if group["feedback"] == "nonlinear":
-        return "feedback='nonlinear' needs the whole batch in one process"
-    if group["feedback"] != "off" and group["rank"] != 1:
-        return f"rank={group['rank']!r} needs the whole batch in one process"
     if (why := _why_drawn(group, "adaptive")) is not None:
         return f"{why} would get another reward in each process"
     return None

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from ocnopt.capture import Tape
+from ocnopt.distributed import World
 from ocnopt.games.alignment import Aligner, rules_of
 from ocnopt.games.flow import Flow
 from ocnopt.games.game import Game, Round
@@ -61,6 +62,7 @@ class Arrangement:
         group: Mapping[str, Any],
         need: Need,
         tape: Tape | None,
+        world: World,
     ) -> tuple[Stages, list[Live]]:
         """Seat the players. Where the network is going to run again stage by stage, what that needs comes too."""
         self.game.why_accumulated = None
@@ -70,7 +72,8 @@ class Arrangement:
         flow = None if tape is None else (this or tape).flow
         if tape is None or group["feedback"] == "off" or not (need.flow or need.states):
             return self._seated(players, order, None), []
-        if this is not None and this.chain and len(passes) == 1:  # the stages are the layers, in their order
+        chain = this is not None and this.chain and len(passes) == 1
+        if need.states and world.every(chain):  # the stages are the layers, in their order
             if flow is not None:
                 self._placed(flow, group)
             return self._seated(players, order, None), []
@@ -78,6 +81,8 @@ class Arrangement:
         live: list[Live] = []
         if placed is not None and passes and need.states:
             live, why = self._all_live(placed, players, passes, samples, group["state"], tape)
+        if need.states and not world.every(why is None):
+            live, why = [], why or "that is so on another process"
         if why is not None:
             if len(passes) > 1 and need.states:
                 raise RuntimeError(

@@ -45,6 +45,14 @@ class World:
             for t, total in zip(alike, parts, strict=True):
                 t.copy_(total.view(t.shape))
 
+    def total(self, t: Tensor) -> Tensor:
+        """The sum over the processes."""
+        if self.size == 1:
+            return t
+        total = t.clone()
+        self.sum_([total])
+        return total
+
     def minimum(self, flags: Tensor) -> Tensor:
         """Of booleans: those that hold on every process. Does not wait for the device."""
         if self.size == 1:
@@ -64,6 +72,10 @@ class World:
         theirs = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(theirs, mine, group=self.group)
         return [list(map(int, each)) for each in torch.stack(theirs).tolist()]
+
+    def every(self, holds: bool) -> bool:
+        """Does it hold on all processes?"""
+        return all(each for (each,) in self.gather_ints([holds]))
 
     def must_agree(self, value: str, otherwise: str) -> None:
         """Raise on all processes if one of them has another value: they would wait for each other forever."""

@@ -6,18 +6,36 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from ocnopt.distributed import World
 from ocnopt.forms import Forms
 from ocnopt.groups import Samples
 from ocnopt.players import Player
 from ocnopt.records import Folded, Pass, Record
 
 
-def samples_of(folded: Folded | None, passes: Iterable[Pass], rank: int | str, accumulate: int) -> Samples:
-    """The samples of a step: of passes that are folded, and of those still on the tape."""
+def samples_of(
+    folded: Folded | None, passes: Iterable[Pass], rank: int | str, accumulate: int, world: World, over: bool = True
+) -> Samples:
+    """The samples of a step: of passes that are folded, and of those still on the tape. Unless all passes are ``over``,
+    the groups are those of this process, and nobody else is asked.
+    """
     rows: dict[object, int] = {} if folded is None else dict(enumerate(folded.rows))
     rows |= {this: this.batch or 0 for this in passes}
-    first = next(iter(rows.values()), 0)
-    return Samples(rank, rows, first * accumulate if accumulate > 1 else None)
+    if rank == 1:
+        return Samples(1, rows)
+    if accumulate > 1:
+        planned = [next(iter(rows.values()), 0) * accumulate] * world.size
+    else:
+        planned = [total for (total,) in world.gather_ints([sum(rows.values())])]
+    if not over or world.size == 1:
+        return Samples(rank, rows, planned, world.rank)
+    if accumulate > 1 and rank == "full":
+        world.must_agree(str(planned), "begin their steps with passes of different sizes, where rank is 'full'")
+    return Samples(rank, rows, planned, world.rank, lambda sizes: _sums(world.gather_ints(sizes)))
+
+
+def _sums(rows: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(column) for column in zip(*rows, strict=True)]
 
 
 def fold(folded: Folded, players: Sequence[Player], records: Sequence[Record], samples: Samples) -> None:

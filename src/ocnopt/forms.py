@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ocnopt.curvature import Identity
+from ocnopt.distributed import World
 from ocnopt.gradients import Explicit, Gram, GramRow, GroupGradients, Shared
 from ocnopt.groups import Part, Samples
 from ocnopt.hosts import Host
@@ -103,10 +104,14 @@ class Forms:
         ok: Tensor | None = None,
         maximize: bool = False,
         folded: Folded | None = None,
+        world: World | None = None,
+        seen: Set[int] = frozenset(),
     ) -> None:
-        """``ok``: 0 if the step must leave no trace; ``folded``: passes that are no longer on the tape."""
+        """``ok``: 0 if the step must leave no trace; ``folded``: passes that are no longer on the tape; ``world``: the
+        processes that share the batch; ``seen``: ids of players whose calls are of use, here or there.
+        """
         self.calls, self.samples, self.folded = Calls(records), samples, folded
-        self.ok, self.maximize = ok, maximize
+        self.ok, self.maximize, self.world, self.seen = ok, maximize, world or World(), seen
         self._columns: dict[tuple[int, str], dict[str, Tensor]] = {}
 
     def calls_of(self, player: Player) -> list[tuple[Part, list[Call]]]:
@@ -114,16 +119,11 @@ class Forms:
         return [(self.samples.of(this), calls) for this, calls in self.calls.by_pass(player).items()]
 
     def kind(self, player: Player) -> type[GroupGradients]:
-        rank, calls, folded = self.samples.groups.rank, self.calls, self.folded
-        records = calls.records(player)
-        if rank == 1 or (folded is not None and folded.whole.keys() & set(player.params)):
+        rank, records = self.samples.groups.rank, self.calls.records(player)
+        if rank == 1 or id(player) not in self.seen:
             return Shared
-        if folded is not None and player.params[0] in folded.columns and not records:
-            return Explicit
-        if not calls.looked_at(player) or calls.why_unusable(player) is not None:
-            return Shared
-        whole = self.samples.of(records[0].origin).groups == self.samples.groups
-        alone = len(records) == 1 and whole and isinstance(player.curvature, Identity) and not player.inside
+        alone = len(records) == 1 and self.samples.of(records[0].origin).groups == self.samples.groups
+        alone = alone and isinstance(player.curvature, Identity) and not player.inside
         assert player.adapter is not None
         return Gram if alone and player.adapter.prefers_gram(records[0].call(), rank) else Explicit
 
@@ -139,6 +139,7 @@ class Forms:
             return Shared(grads, fractions)
         if kind is Explicit:
             columns = [G for player in players for G in self.columns(player)]
+            self.world.sum_(columns)
             whole = [Explicit.adding_up_to(g, G, fractions) for g, G in zip(grads, columns, strict=True)]
             return Explicit(whole, fractions)
         return self._gram(players, grads, fractions)
@@ -148,9 +149,14 @@ class Forms:
         found = []
         for p, uses in zip(player.params, player.uses, strict=True):
             parts = [self._gradient(use) for use in uses if use.module_name in self.calls]
-            before = None if self.folded is None else self.folded.of(p, self.samples.groups.rank)
-            found.append(self._summed(parts if before is None else [*parts, self._cleaned(before)]))
+            before = None if self.folded is None else self.folded.of(p, self.samples)
+            parts += [] if before is None else [self._cleaned(before)]
+            found.append(self._summed(parts) if parts else self._nothing(p))
         return found
+
+    def _nothing(self, p: Tensor) -> Tensor:
+        """Of a parameter that is used by other processes only."""
+        return torch.zeros(self.samples.groups.rank, *p.shape, dtype=compute_dtype(p.dtype), device=p.device)
 
     def _gram(self, players: Sequence[Player], grads: Sequence[Tensor], fractions: Tensor) -> Gram:
         rows, calls = [], {}

@@ -6,7 +6,7 @@ groups is the *rank* of the Gauss-Newton term: r = 1 is the paper's Prop. 3, r =
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -116,31 +116,53 @@ class Part:
 class Samples:
     """The rows of the forward passes of a step, one pass after another, in ``rank`` groups.
 
-    Groups may have to be made before all passes are known: of ``expected`` rows. Those that get none are left out, and
-    more rows than expected go into the last one.
+    Args:
+        rank: how many groups, or ``"full"``.
+        rows: of each pass in this process.
+        planned: how many rows each process is going to have, where that had to be guessed. Groups that get none are
+            left out, and more rows than planned go on into the groups that follow, at last into the last one.
+        place: which of the processes this one is: its rows come after those of the processes before.
+        everywhere: how many rows each group has in all processes, from how many it has in this one.
     """
 
-    def __init__(self, rank: int | str = 1, rows: Mapping[Any, int] | None = None, expected: int | None = None) -> None:
+    def __init__(
+        self,
+        rank: int | str = 1,
+        rows: Mapping[Any, int] | None = None,
+        planned: Sequence[int] | None = None,
+        place: int = 0,
+        everywhere: Callable[[list[int]], list[int]] = list,
+    ) -> None:
         rows = rows or {}
-        total = sum(rows.values())
-        planned = total if expected is None else expected
-        self.groups = Groups(max(planned, 1), planned if rank == "full" else int(rank))
-        if planned != total:
-            sizes = [min(b, total) - a for a, b in pairwise(self.groups.starts) if a < total] or [0]
-            self.groups = Groups.of_sizes([*sizes[:-1], sizes[-1] + max(total - planned, 0)])
-        self._parts: dict[Any, Part] = {}
-        start = 0
-        for each, n in rows.items():
-            self._parts[each] = self._part(start, start + n)
-            start += n
+        planned = [sum(rows.values())] if planned is None else planned
+        whole, start = Groups(sum(planned), sum(planned) if rank == "full" else int(rank)), sum(planned[:place])
+        cuts = {each: _overlap(whole, start + a, start + b) for each, (a, b) in _places(rows).items()}
+        sizes = everywhere([sum(cut[g] for cut in cuts.values()) for g in range(whole.rank)])
+        kept = [g for g, n in enumerate(sizes) if n] or [0]
+        self.groups = Groups.of_sizes([sizes[g] for g in kept])
+        self._parts = {each: self._part([cut[g] for g in kept]) for each, cut in cuts.items()}
 
-    def _part(self, start: int, end: int) -> Part:
-        whole = self.groups
-        overlap = [min(end, b) - max(start, a) for a, b in pairwise(whole.starts)]
-        inside = [g for g, n in enumerate(overlap) if n > 0] or [0]
-        return Part(Groups.of_sizes([max(overlap[g], 0) for g in inside]), inside[0], whole.rank)
+    def _part(self, cut: list[int]) -> Part:
+        inside = [g for g, n in enumerate(cut) if n] or [0]
+        return Part(Groups.of_sizes([cut[g] for g in inside]), inside[0], self.groups.rank)
+
+    @property
+    def first(self) -> int:
+        """The first group of this process."""
+        return min((part.first for part in self._parts.values() if part.groups.batch), default=0)
 
     def of(self, each: Any) -> Part:
         """The rows of one pass."""
         everything = Part(Groups(1, 1), 0, 1)
         return self._parts.get(each, everything) if self.groups.rank == 1 else self._parts[each]
+
+
+def _places(rows: Mapping[Any, int]) -> dict[Any, tuple[int, int]]:
+    """Where each begins and ends."""
+    return dict(zip(rows, pairwise(accumulate(rows.values(), initial=0)), strict=True))
+
+
+def _overlap(groups: Groups, start: int, end: int) -> list[int]:
+    """How many of some rows are in each group; those beyond the end are in the last."""
+    starts = [*groups.starts[:-1], max(end, groups.batch)]
+    return [max(min(end, b) - max(start, a), 0) for a, b in pairwise(starts)]

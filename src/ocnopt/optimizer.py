@@ -332,6 +332,13 @@ class OCNOpt(Optimizer):
         talks = talks or loss is not None or self._need().flow
         return self._world if self._world is not None and talks else World()
 
+    @property
+    def _rank(self) -> int | str:
+        """In how many groups the samples of a step are."""
+        group = self.param_groups[0]
+        rank: int | str = 1 if group["feedback"] == "off" else group["rank"]
+        return rank
+
     def _players(self) -> list[Player]:
         return self._roster.players(self.param_groups, self._model)
 
@@ -342,13 +349,13 @@ class OCNOpt(Optimizer):
         world = self._talking_to(loss)
         passes = [] if self._tape is None else passes_of(self._tape, group)
         folded = None if self._tape is None else self._tape.folded
-        samples = samples_of(folded, passes, group["rank"], group["accumulate"])
+        samples = samples_of(folded, passes, self._rank, group["accumulate"], world)
         if self._tape is not None:
             self._tape.rescale(hasattr(self, "found_inf"), world)
             players = self._fallbacks.players(self._tape, players, samples.groups.rank > 1, self.state, world)
         self._seated = players
-        stages, live = self._arrangement.arrange(players, passes, samples, group, self._need(), self._tape)
-        if self._need().flow:
+        stages, live = self._arrangement.arrange(players, passes, samples, group, self._need(), self._tape, world)
+        if self._need().flow or self._need().states:
             world.must_agree(f"{stages.modules} {stages.stage_of}", "do not run the same layers in the same order")
         if group["feedback"] == "nonlinear":
             self._fallbacks.uncalled(p for p in players if stages.of(p) in stages.uncalled)
@@ -359,7 +366,7 @@ class OCNOpt(Optimizer):
         with Snapshot(players, self.state) if group["feedback"] == "nonlinear" else nullcontext():
             seen, maximize = self._fallbacks.seen, group["maximize"]
             problem = pose(players, stages, records, folded, self.state, samples, before, maximize, world, seen)
-            self._diagnostics = play(problem, group, self._tape, passes, samples, live)
+            self._diagnostics = play(problem, group, self._tape, passes, samples, live, world)
         problem.tick()
         self._count += 1
         self._skips.count(problem)
@@ -378,7 +385,8 @@ class OCNOpt(Optimizer):
         passes = passes_of(tape, group)
         tape.folded = tape.folded or Folded()
         with without_autocast():
-            samples = samples_of(tape.folded, passes, group["rank"], group["accumulate"])
+            world = self._world or World()
+            samples = samples_of(tape.folded, passes, self._rank, group["accumulate"], world, over=False)
             players = [p for p in self._players() if all(q.grad is not None for q in p.params)]
             players = self._fallbacks.players(tape, players, True, self.state, World())
             fold(tape.folded, players, tape.records, samples)

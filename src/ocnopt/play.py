@@ -13,6 +13,7 @@ from ocnopt import rollout
 from ocnopt.bellman import Consistent, Policy
 from ocnopt.capture import Tape
 from ocnopt.diagnostics import Diagnostics
+from ocnopt.distributed import World
 from ocnopt.games.live import Live, roll_out
 from ocnopt.groups import Samples
 from ocnopt.linalg import without_autocast
@@ -30,8 +31,11 @@ def play(
     passes: Sequence[Pass],
     samples: Samples,
     live: Sequence[Live],
+    world: World,
 ) -> Diagnostics:
-    """Update all parameters and say what was done. ``live``: the state of the game, where its data flow is known."""
+    """Update all parameters and say what was done. ``live``: the state of the game, where its data flow is known;
+    ``world``: the processes that share the batch, each of which measures a part of the state.
+    """
     if group["feedback"] == "off":
         return _descend(problem)
     policy, kernels = problem.solve(group["bellman"], group["gauss_newton"], group["game"] == "cooperative")
@@ -43,7 +47,7 @@ def play(
         assert tape is not None
         signs = [this.scaled(torch.full_like(problem.fractions, sign)) for this in passes]
         measures = [Measure(samples.of(this), each) for this, each in zip(passes, signs, strict=True)]
-        predicted = _nonlinear(problem, kernels, answers, tape, passes, live, measures)
+        predicted = _nonlinear(problem, kernels, answers, tape, passes, live, measures, world)
     return Diagnostics(
         names=problem.stages.names,
         stage_of=problem.stages.stage_of,
@@ -136,12 +140,14 @@ def _nonlinear(
     passes: Sequence[Pass],
     live: Sequence[Live],
     measures: Sequence[Measure],
+    world: World,
 ) -> Tensor | None:
     taken, weights = kernels.taken, {}
 
     @torch.no_grad()  # both are called from inside the model's second pass, which may turn gradients on
     @without_autocast()
     def act(k: int, s: Tensor) -> None:
+        s = world.total(s)
         for seats, w in answers.ask(k, s):
             problem.act(seats, w)
             weights.update(dict.fromkeys(seats, w))
@@ -149,13 +155,16 @@ def _nonlinear(
     @torch.no_grad()
     @without_autocast()
     def predict(seat: int) -> Tensor:
-        return -(taken[0][seat] @ weights[seat] + taken[1][seat])
+        return -(taken[0][seat] @ weights[seat] + taken[1][seat]) / world.size  # everybody says the same
 
     if live:
-        return roll_out(live, problem.stages, act, predict, measures)
-    (this,), (measure,) = passes, measures
-    follower = rollout.InOrder(this, tape.records, problem.stages, act, predict, measure)
-    return rollout.in_order(tape, this, follower)
+        change = roll_out(live, problem.stages, act, predict, measures)
+    else:
+        (this,), (measure,) = passes, measures
+        follower = rollout.InOrder(this, tape.records, problem.stages, act, predict, measure)
+        change = rollout.in_order(tape, this, follower)
+    everywhere = world.every(change is not None)
+    return world.total(change) if everywhere and change is not None else None
 
 
 class Snapshot:

@@ -222,7 +222,7 @@ def pose(
     ok = world.minimum(ok)
     dtype = torch.promote_types(torch.float32, players[0].params[0].dtype)
     fractions = samples.groups.fractions(torch.empty(0, dtype=dtype, device=device))
-    forms = Forms(records, samples, ok, maximize, folded)
+    forms = Forms(records, samples, ok, maximize, folded, world, seen)
     sorted_in: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     fresh: dict[torch.device, Tensor] = {}
     _stop_clocks(players, state)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ocnopt.environment import Autocast, Environment
 from ocnopt.games.flow import Draws, Flow
+from ocnopt.groups import Samples
 from ocnopt.hosts import Execution
 from ocnopt.layers.base import Call, compute_dtype
 from ocnopt.rng import RNGState
@@ -136,12 +137,13 @@ class Folded:
     whole: dict[Tensor, str] = field(default_factory=dict)  # parameters that could not be split, and why
     scale: Tensor | None = None  # as that of a pass
 
-    def of(self, p: Tensor, rank: int) -> Tensor | None:
+    def of(self, p: Tensor, samples: Samples) -> Tensor | None:
         """``[r, *shape]``, in the scale of the gradients."""
         if p not in self.columns:
             return None
         G = self.columns[p]
-        G = torch.cat([G, G.new_zeros(rank - len(G), *G.shape[1:])])
+        before, after = samples.first, samples.groups.rank - samples.first - len(G)
+        G = torch.cat([G.new_zeros(before, *G.shape[1:]), G, G.new_zeros(after, *G.shape[1:])])
         return G if self.scale is None else G * self.scale.to(G)
 
 

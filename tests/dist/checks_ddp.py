@@ -399,17 +399,6 @@ def names_are_those_of_the_network(rank: int) -> None:
     assert [player.name for player in opt._players()] == ["0.0", "1.0", "2"]
 
 
-def what_needs_the_whole_batch_is_refused(rank: int) -> None:
-    for options in ({"rank": 2}, {"feedback": "nonlinear"}):
-        net = mlp()
-        model, opt = together(net, **options)
-        before = values(net)
-        cross_entropy(model(batches(1)[0][0]), batches(1)[0][1]).backward()
-        with pytest.raises(RuntimeError, match="needs the whole batch in one process"):
-            opt.step()
-        assert_close(values(net), before, 0, 0)
-
-
 CHECKS = [
     two_equal_one_with_gradients_alone,
     two_equal_one_with_gradients,
@@ -433,5 +422,4 @@ CHECKS = [
     a_network_for_each_process,
     wrapped_elsewhere,
     names_are_those_of_the_network,
-    what_needs_the_whole_batch_is_refused,
 ]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from tests.dist import checks_ddp, two
+from tests.dist import checks_ddp, checks_games, two
 
-NAMES = [check.__name__ for check in checks_ddp.CHECKS]
+CHECKS = {f"{m.__name__.rpartition('_')[2]}: {c.__name__}": c for m in (checks_ddp, checks_games) for c in m.CHECKS}
 
 
 @pytest.fixture(scope="module")
 def errors() -> dict[str, list[str]]:
-    return two.run(list(zip(NAMES, checks_ddp.CHECKS, strict=True)))
+    return two.run(list(CHECKS.items()))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CHECKS)
 def test_in_two_processes(name: str, errors: dict[str, list[str]]) -> None:
     assert not errors[name], "\n".join(errors[name])
