@@ -111,9 +111,9 @@ class Tape:
                 record.origin.flow.held.discard(record.origin)
         self.records.clear()
 
-    def rescale(self, scaler: bool, world: World) -> None:
+    def rescale(self, world: World) -> None:
         """Let the adjoints follow what was done to the gradients since the backward pass, by a scaler or anybody."""
-        factor = self._scaling.factor(scaler, world) if self.need().calls or self.need().states else None
+        factor = self._scaling.factor(world) if self.need().calls or self.need().states else None
         for this in self.passes:
             this.scale = factor
         if self.folded is not None:

@@ -32,7 +32,6 @@ from ocnopt.records import Folded, Need
 from ocnopt.remeasure import Remeasure
 from ocnopt.rng import RNGState
 from ocnopt.roster import Roster
-from ocnopt.scaling import unscale_
 from ocnopt.skips import Skips
 from ocnopt.summary import summarise
 
@@ -86,11 +85,6 @@ class OCNOpt(Optimizer):
             steps between two looks at the layers, steps between two eigendecompositions, and whether eigenvalues are
             measured in the eigenbasis (EKFAC). Layers inside a Neural ODE are looked at for a refresh only.
     """
-
-    # a GradScaler hands over its scale as ``grad_scale`` and need not wait for the device to say whether it overflowed:
-    # steps with gradients that are not finite leave no trace anyway
-    _step_supports_amp_scaling = True
-    grad_scale: Tensor
 
     def __init__(
         self,
@@ -278,8 +272,6 @@ class OCNOpt(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check()
-        if getattr(self, "grad_scale", None) is not None:
-            unscale_((p for group in self.param_groups for p in group["params"]), self.grad_scale)
         try:
             players = self._roster.acting(self.param_groups, self._model, self._fallbacks)
             if players:
@@ -351,7 +343,7 @@ class OCNOpt(Optimizer):
         folded = None if self._tape is None else self._tape.folded
         samples = samples_of(folded, passes, self._rank, group["accumulate"], world)
         if self._tape is not None:
-            self._tape.rescale(hasattr(self, "found_inf"), world)
+            self._tape.rescale(world)
             players = self._fallbacks.players(self._tape, players, samples.groups.rank > 1, self.state, world)
         self._seated = players
         stages, live = self._arrangement.arrange(players, passes, samples, group, self._need(), self._tape, world)

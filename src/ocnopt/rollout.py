@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ocnopt.capture import Tape
 from ocnopt.groups import Part
+from ocnopt.linalg import without_autocast
 from ocnopt.records import Pass, Record, Rollout, floating
 from ocnopt.stages import Stages
 
@@ -39,6 +40,7 @@ class Measure:
         """Can the change of a tensor be told group by group, as far as its shape tells?"""
         return self.part.rank == 1 or t.shape[:1] == (self.part.groups.batch,)
 
+    @without_autocast()
     def __call__(self, adjoint: Tensor, before: Tensor, now: Tensor) -> Tensor:
         delta = now.to(self.sign.dtype) - before.to(self.sign.dtype)
         adjoint = adjoint.to(self.sign.dtype)

@@ -7,9 +7,7 @@ the tape must follow, or they would speak of another loss than the gradients do.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +17,6 @@ from ocnopt.distributed import World
 _PARAMETERS, _ENTRIES = 16, 256
 
 
-class _Kept(NamedTuple):
-    grad: Tensor
-    version: int
-    sample: Tensor  # some of its entries, as the backward pass left them
-
-
 class Scaling:
     """Remembers a few entries of a few gradients; the smallest tensors will do."""
 
@@ -32,29 +24,24 @@ class Scaling:
         trained = sorted((p for p in model.parameters() if p.requires_grad), key=Tensor.numel)
         self._watched = trained[:_PARAMETERS]
         self._wanted = wanted
-        self._kept: dict[Tensor, _Kept] = {}
+        self._kept: dict[Tensor, Tensor] = {}  # some entries of a gradient, as the backward pass left them
         self.handles = [p.register_post_accumulate_grad_hook(self._keep) for p in self._watched]
 
     def _keep(self, p: Tensor) -> None:
         if p.grad is not None and self._wanted():
-            self._kept[p] = _Kept(p.grad, p.grad._version, _sample(p.grad).clone())
+            self._kept[p] = _sample(p.grad).clone()
 
     def clear(self) -> None:
         self._kept.clear()
 
     @torch.no_grad()
-    def factor(self, scaler: bool, world: World) -> Tensor | None:
-        """``None`` if nobody has touched the gradients, as far as their versions tell: a ``scaler`` leaves no mark.
+    def factor(self, world: World) -> Tensor | None:
+        """Found by comparing values: a scaler does not change the versions of what it divides.
 
-        If they were not just multiplied (clipped by value, a penalty added), adjoints cannot follow that: they follow
-        the scaler alone, whose factors are powers of two.
+        If gradients were not just multiplied (clipped by value, say), adjoints cannot follow that: they follow the
+        scaler alone, by the power of two nearest to what became of the middle entry.
         """
-        if world.size == 1 and not scaler and self._untouched():
-            return None
-        return _ratio(*self._then_and_now(world), scaler) / world.size if self._watched else None
-
-    def _untouched(self) -> bool:
-        return all(p.grad is None or (p.grad is k.grad and p.grad._version == k.version) for p, k in self._kept.items())
+        return _ratio(*self._then_and_now(world)) / world.size if self._watched else None
 
     def _then_and_now(self, world: World) -> tuple[Tensor, Tensor]:
         """The entries as the backward passes of all processes left them, on average, and as they are.
@@ -67,7 +54,7 @@ class Scaling:
             if p.grad is not None:
                 column[0] = _sample(p.grad)
                 if p in self._kept:
-                    column[1], column[2] = self._kept[p].sample, 1.0
+                    column[1], column[2] = self._kept[p], 1.0
             columns.append(column.to(self._watched[0].device))
         now, *sums = torch.cat(columns, 1)
         world.sum_(sums)
@@ -79,20 +66,9 @@ def _sample(grad: Tensor) -> Tensor:
     return grad.detach().flatten()[:_ENTRIES]
 
 
-def _ratio(then: Tensor, now: Tensor, scaler: bool) -> Tensor:
+def _ratio(then: Tensor, now: Tensor) -> Tensor:
     size = then @ then
     ratio = torch.where(size > 0, (now @ then) / size, 1.0)
     uniform = torch.linalg.vector_norm(now - ratio * then) <= 1e-3 * torch.linalg.vector_norm(now)
-    power = torch.exp2(torch.log2(ratio.clamp_min(1e-300)).round()) if scaler else torch.ones_like(ratio)
+    power = torch.exp2(torch.log2((now / then).nanmedian()).round())
     return torch.where(uniform, ratio, power).nan_to_num(1.0, 1.0, 1.0)
-
-
-def unscale_(params: Iterable[Tensor], scale: Tensor) -> None:
-    """Divide the gradients, as ``GradScaler.unscale_`` does, without waiting for the device."""
-    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
-    for p in params:
-        if p.grad is not None:
-            by_device[p.grad.device].append(p.grad)
-    inverse = scale.double().reciprocal()
-    for device, grads in by_device.items():
-        torch._foreach_mul_(grads, inverse.to(device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -10,6 +11,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+TRAINERS = {  # the example, and the package it is about
+    "plain_loop": "torch",
+    "with_lightning": "lightning",
+    "with_accelerate": "accelerate",
+    "with_transformers": "transformers",
+}
 CONTENDERS = ("SGD", "RMSprop", "Adam", "OCNOpt identity", "OCNOpt adaptive", "OCNOpt kronecker")
 
 
@@ -48,3 +55,29 @@ def test_digits_refuses_what_it_cannot_do(arguments: tuple[str, ...], message: s
     run = digits(*arguments, "--out", str(tmp_path / "plot.png"))
     assert run.returncode == 2
     assert message in run.stderr
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_trainers_train_and_resume(name: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(TRAINERS[name]) is None:
+        pytest.skip(f"{TRAINERS[name]} is not installed: it comes with ocnopt[trainers]")
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    losses = [float(loss) for loss in re.findall(r"(?<!_)\bloss\W+(\d\.\d+)", run.stdout)]
+    assert len(losses) == 3, run.stdout
+    assert losses[0] > 1.2 * losses[1] > 1.2**2 * losses[2], "started afresh, the third would be like the first"
+    accuracies = re.findall(r"accuracy\W+([\d.]+)(%?)", run.stdout)
+    assert float(accuracies[-1][0]) > (50 if accuracies[-1][1] else 0.5), "of four books, the largest is 32 %"
+    before, _, after = run.stdout.partition("resumed")
+    assert "loss" in before
+    assert "loss" in after
+    assert not list(tmp_path.iterdir()), "an example leaves nothing in the folder it is run from"
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_trainers_are_short_and_change_one_line(name: str) -> None:
+    text = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 60
+    ours, theirs = r"OCNOpt\((\w+)\.parameters\(\)\)", r"torch\.optim\.AdamW\(\1\.parameters\(\), lr=1e-3\)"
+    assert len(re.findall(f"{ours}  # was: {theirs}$", text, flags=re.MULTILINE)) == 1

@@ -10,6 +10,8 @@ from tests.toys import GAMES, SOME_GAMES, assert_identical, backward, batches, m
 from torch import Tensor, nn
 
 from ocnopt import OCNOpt
+from ocnopt.groups import Groups, Part
+from ocnopt.rollout import Measure
 
 games = pytest.mark.parametrize("game", SOME_GAMES, ids=name_of)
 NONLINEAR = [g for g in SOME_GAMES if g["feedback"] == "nonlinear"]
@@ -51,6 +53,16 @@ def test_and_without_it_where_the_first_was_without(game: dict[str, Any]) -> Non
     with autocast():
         opt.step()
     assert opt.diagnostics.predicted_change == 0.0
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_what_changes_upstream_is_not_measured_in_half_precision(rank: int) -> None:
+    """The second pass is under autocast, the sums over its changes are not."""
+    measure = Measure(Part(Groups(6, rank), 0, rank), torch.ones(rank))
+    adjoint, before, now = torch.randn(3, 6, 40, generator=torch.Generator().manual_seed(0))
+    with autocast():
+        found = measure(adjoint, before, now)
+    assert_identical(found, measure(adjoint, before, now))
 
 
 @pytest.mark.parametrize("game", GAMES, ids=name_of)

@@ -101,6 +101,41 @@ def test_clipping_by_norm_is_a_smaller_loss(game: dict[str, Any]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
+@games
+def test_a_scaler_changes_nothing_when_gradients_are_clipped_by_value(game: dict[str, Any]) -> None:
+    """They are not just multiplied then; the adjoints follow the scaler all the same."""
+    (model, opt), (twin, its) = make(game), make(game)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    for x, y in batches(3):
+        opt.zero_grad()
+        cross_entropy(model(x), y).backward()
+        largest = max(float(p.grad.abs().max()) for p in model.parameters())
+        nn.utils.clip_grad_value_(model.parameters(), 0.8 * largest)
+        opt.step()
+        its.zero_grad()
+        scaler.scale(cross_entropy(twin(x), y)).backward()
+        scaler.unscale_(its)
+        nn.utils.clip_grad_value_(twin.parameters(), 0.8 * largest)
+        scaler.step(its)
+        scaler.update()
+    for a, b in zip(values(model), values(twin), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(opt.diagnostics.s, its.diagnostics.s, rtol=1e-10, atol=1e-13)
+
+
+def test_the_step_leaves_the_gradients_alone() -> None:
+    """Dividing them is the scaler's business: trainers that clip between the two count on that."""
+    model, opt = make({"curvature": "adaptive", "feedback": "nonlinear", "rank": 1})
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    x, y = batches(1)[0]
+    scaler.scale(cross_entropy(model(x), y)).backward()
+    scaler.unscale_(opt)
+    before = [p.grad.clone() for p in model.parameters()]
+    scaler.step(opt)
+    assert_identical([p.grad for p in model.parameters()], before)
+    assert not getattr(opt, "_step_supports_amp_scaling", False)
+
+
 def test_half_precision_adjoints_do_not_underflow() -> None:
     """Unscaled they would be zero in float16."""
     torch.manual_seed(0)

@@ -158,9 +158,7 @@ class LearnedHorizon(nn.Module):
     def _after_step(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
         psi, before, scaling = self._psi, self._before, self._scaling[id(optimizer)]
         self._psi, self._before = [], []
-        factor = (
-            scaling.factor(scaler=True, world=World()) if psi else None
-        )  # a scaler need not leave a mark on this optimizer
+        factor = scaling.factor(World()) if psi else None
         scaling.clear()
         self.count += 1
         if self.count < self.settings.update_every or not psi:
