@@ -8,6 +8,7 @@ Three epochs; after the second everything is made anew and loaded. Needs ``ocnop
 from __future__ import annotations
 
 import tempfile
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,12 +40,11 @@ def accuracy(found: EvalPrediction) -> dict[str, float]:
 def trainer(epochs: int) -> Trainer:
     model = Classifier()
     opt = OCNOpt(model.parameters())  # was: torch.optim.AdamW(model.parameters(), lr=1e-3)
-    arguments = TrainingArguments(
-        folder, num_train_epochs=epochs, per_device_train_batch_size=16, gradient_accumulation_steps=2
-    )
+    per_epoch: Any = dict.fromkeys(("eval_strategy", "logging_strategy", "save_strategy"), "epoch")
+    sizes: Any = {"num_train_epochs": epochs, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 2}
     return Trainer(
         model,
-        arguments.set_logging("epoch").set_evaluate("epoch").set_save("epoch"),
+        TrainingArguments(folder, **sizes, **per_epoch),
         train_dataset=[{"words": x, "labels": y} for x, y in zip(*train.tensors, strict=True)],
         eval_dataset=[{"words": x, "labels": y} for x, y in zip(*test.tensors, strict=True)],
         compute_metrics=accuracy,
