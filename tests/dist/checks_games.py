@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from itertools import product
 from typing import Any
@@ -131,6 +132,24 @@ def a_layer_that_one_process_does_not_use(rank: int) -> None:
         assert_close(net.parameters(), twin.parameters())
 
 
+def a_layer_that_is_not_called(rank: int) -> None:
+    """It acts before the network runs again, and what it changes is predicted: once, not by each process."""
+    net, twin = Residual().double(), Residual().double()
+    for network in (net, twin):
+        network.extra = nn.Linear(2, 2, bias=False, dtype=torch.float64)
+        nn.init.ones_(network.extra.weight)
+    (model, opt), its = together(net, feedback="nonlinear"), alone(twin, feedback="nonlinear")
+    for x, y in batches(3, size=ROWS):
+        opt.zero_grad()
+        its.zero_grad()
+        (cross_entropy(model(*mine(rank, x)), *mine(rank, y)) + net.extra.weight.square().sum()).backward()
+        (cross_entropy(twin(x), y) + twin.extra.weight.square().sum()).backward()
+        with warnings.catch_warnings(action="ignore"):  # both say so
+            opt.step()
+            its.step()
+        assert_close(net.parameters(), twin.parameters())
+
+
 CHECKS = [
     two_equal_one,
     two_equal_one_by_stages,
@@ -140,4 +159,5 @@ CHECKS = [
     accumulation_said_beforehand,
     clipped,
     a_layer_that_one_process_does_not_use,
+    a_layer_that_is_not_called,
 ]
