@@ -20,6 +20,7 @@ from ocnopt.groups import Part
 from ocnopt.layers.base import Call
 from ocnopt.multi import ema_
 from ocnopt.players import Player
+from ocnopt.shards import local
 
 Scalar = float | Tensor
 
@@ -40,6 +41,7 @@ class Bucket:
     clock: Tensor  # steps taken, this one not counted
     ok: Tensor  # 1, or 0 if this step must leave no trace
     world: World = field(default_factory=World)  # the processes that share the batch
+    owners: World = field(default_factory=World)  # the processes that hold a part of each parameter
     failed_refreshes: int = field(default=0)
     metric: Metric | None = field(default=None)
 
@@ -59,11 +61,14 @@ class Bucket:
         return self.states[first]
 
     def zeros_like_parameters(self, key: str) -> list[Tensor]:
-        """State tensors of that name, created when they do not exist yet, never in less than float32."""
+        """State tensors of that name, created when they do not exist yet, never in less than float32.
+
+        Of a parameter in parts, this process gets its own, as of gradients; the state has the shape of the parameter.
+        """
         for state, p in zip(self.states, self.params, strict=True):
             if key not in state:
                 state[key] = torch.zeros_like(p, dtype=self.ok.dtype, memory_format=torch.preserve_format)
-        return [state[key] for state in self.states]
+        return [local(state[key]) for state in self.states]
 
     def force(self, a: Tensor | None) -> list[Tensor]:
         """Q_θ = G a + γθ (a = 1 in consistent mode): the gradient of the Bellman objective.
@@ -91,7 +96,7 @@ class Bucket:
 
     def _decayed(self) -> list[Tensor]:
         """γθ."""
-        return list(torch._foreach_mul([p.detach().to(self.ok.dtype) for p in self.params], self._decays))
+        return list(torch._foreach_mul([local(p).detach().to(self.ok.dtype) for p in self.params], self._decays))
 
     # --- the table of math section 3: a momentum step is a DDP step in the long-run metric, a fraction φ at a time ---
 
@@ -143,10 +148,11 @@ class Bucket:
         direction = self._with_decay(self.gradients.mix(self.fictitious * w))
         if mu:
             direction = self._advance_momentum(direction)
+        params = [local(p) for p in self.params]
         step = torch._foreach_mul(self.metric.solve(direction), self.ok * self.lr / self._momentum_correction)
         if group["decoupled_weight_decay"] and any(self._decays):
-            torch._foreach_sub_(self.params, torch._foreach_mul(self._decayed(), self.ok * self.lr))
-        torch._foreach_sub_(self.params, list(step))
+            torch._foreach_sub_(params, torch._foreach_mul(self._decayed(), self.ok * self.lr))
+        torch._foreach_sub_(params, list(step))
 
     def _advance_momentum(self, d: list[Tensor]) -> list[Tensor]:
         mu, m = self.group["momentum"], self.zeros_like_parameters("momentum")

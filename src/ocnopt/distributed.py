@@ -27,6 +27,12 @@ _MESSAGE = 1 << 24
 class World:
     """The processes that train one network together. All of them must make the same calls in the same order."""
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, World) and self.group is other.group
+
+    def __hash__(self) -> int:
+        return hash(self.group)
+
     def __init__(self, group: ProcessGroup | None = None) -> None:
         if not (group is None or isinstance(group, dist.ProcessGroup)):
             raise TypeError(f"process_group must be a ProcessGroup of this process, False or None, got {group!r}")
@@ -136,6 +142,15 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, ProcessGroup | None]:
         return model, None
     network: nn.Module = model.module
     return network, model.process_group
+
+
+def check_steps(wrapper: nn.Module | None, why: str) -> None:
+    """Raise inside ``join()``, where a process that has no batch left takes no more steps."""
+    if isinstance(wrapper, DistributedDataParallel) and wrapper._join_config.enable:
+        raise RuntimeError(
+            f"{why} needs all processes in each step, and inside join() one may stop before the others: give them "
+            f"equally many batches, empty ones if need be"
+        )
 
 
 def check_known(why: str) -> None:

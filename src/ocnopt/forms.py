@@ -18,12 +18,14 @@ from ocnopt.layers.base import Call, compute_dtype
 from ocnopt.multi import masked
 from ocnopt.players import Player, Use
 from ocnopt.records import Folded, Pass, Record
+from ocnopt.shards import local
 from ocnopt.trees import mapped
 
 
 def gradient_of(p: Tensor) -> Tensor:
+    """What this process holds of it."""
     assert p.grad is not None
-    return p.grad
+    return local(p.grad)
 
 
 class Calls:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ocnopt.capture import Tape
+from ocnopt.shards import local
 from ocnopt.trees import tensors
 
 _CATEGORY = {
@@ -46,7 +47,7 @@ def _of_tape(tape: Tape) -> Iterator[Tensor]:
 def _bytes(theirs: Iterable[Tensor], seen: set[int]) -> int:
     total = 0
     for t in theirs:
-        storage = t.untyped_storage()
+        storage = local(t).untyped_storage()
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
             total += storage.nbytes()

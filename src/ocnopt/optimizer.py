@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from ocnopt import arguments
+from ocnopt import arguments, shards
 from ocnopt.arrangement import Arrangement, passes_of
 from ocnopt.capture import Tape
 from ocnopt.curvature import BY_NAME, Curvature
 from ocnopt.diagnostics import Diagnostics
-from ocnopt.distributed import World, check_known, unwrapped
+from ocnopt.distributed import World, check_known, check_steps, unwrapped
 from ocnopt.fallbacks import Fallbacks
 from ocnopt.folding import fold, samples_of
 from ocnopt.games.alignment import Aligner, Alignment, Rules, plain, rules_of
@@ -143,6 +143,7 @@ class OCNOpt(Optimizer):
     def _reset(self) -> None:
         """What is not state: a copy or an unpickled optimizer starts from here, attached to no model."""
         self._model: nn.Module | None = None
+        self._wrapper: Callable[[], nn.Module | None] = lambda: None  # a DistributedDataParallel around it, if alive
         self._world: World | None = None  # None: nobody has said
         self._tape: Tape | None = None
         self._unhook: weakref.finalize[..., OCNOpt] | None = None  # takes the hooks off, at the latest when this dies
@@ -192,13 +193,14 @@ class OCNOpt(Optimizer):
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        model, found = unwrapped(model)
-        mine = {id(p) for group in self.param_groups for p in group["params"]}
+        wrapper, (model, found) = weakref.ref(model), unwrapped(model)
+        mine = {id(p) for p in self._parameters}
         if not any(id(p) in mine for p in model.parameters()):
             raise ValueError("model holds none of the parameters of this optimizer")
+        shards.check(self._parameters, model, self._why_model())
         self.detach()
         self._join(process_group if process_group is not None else found)
-        self._model, self._arrangement = model, Arrangement(model, self._aligner)
+        self._model, self._wrapper, self._arrangement = model, wrapper, Arrangement(model, self._aligner)
         for name, module in model.named_modules():
             if isinstance(module, Host):
                 module.attached(self, name)
@@ -268,7 +270,7 @@ class OCNOpt(Optimizer):
         """One step. The closure, if any, is called once, with gradients enabled, and its loss returned."""
         loss, rng = None, None
         if closure is not None:
-            rng = RNGState.capture({p.device for group in self.param_groups for p in group["params"]})
+            rng = RNGState.capture({p.device for p in self._parameters})
             with torch.enable_grad():
                 loss = closure()
         self._check()
@@ -310,13 +312,16 @@ class OCNOpt(Optimizer):
                 raise RuntimeError(f"{why} needs the network: call attach(model) before the forward pass")
 
     def _check_processes(self) -> None:
+        shards.check(self._parameters, None, self._why_model())
         for group in self.param_groups:
             if (why := arguments.why_together(group)) is None:
                 continue
             if self._world is None:
                 check_known(why)
-            elif self._world.size > 1 and (why := arguments.why_not_together(group)) is not None:
-                raise RuntimeError(f"{why} (a network that {self._world.size} processes train together)")
+            elif self._world.size > 1:
+                check_steps(self._wrapper(), why)
+                if (refused := arguments.why_not_together(group)) is not None:
+                    raise RuntimeError(f"{refused} (a network that {self._world.size} processes train together)")
 
     def _talking_to(self, loss: Any) -> World:
         """The processes to exchange something with in this step: nobody if all that counts is ``p.grad``."""
@@ -330,6 +335,14 @@ class OCNOpt(Optimizer):
         group = self.param_groups[0]
         rank: int | str = 1 if group["feedback"] == "off" else group["rank"]
         return rank
+
+    @property
+    def _alone(self) -> bool:
+        return (self._world is None or self._world.size == 1) and not any(map(shards.is_sharded, self._parameters))
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
 
     def _players(self) -> list[Player]:
         return self._roster.players(self.param_groups, self._model)
@@ -402,7 +415,7 @@ class OCNOpt(Optimizer):
     @property
     def diagnostics(self) -> Diagnostics:
         """The last step, layer by layer. Warns if steps were skipped since it was last asked for."""
-        self._skips.report(alone=self._world is None or self._world.size == 1)
+        self._skips.report(self._alone)
         self._diagnostics.skipped = self._skips.total
         return self._diagnostics
 
@@ -454,9 +467,8 @@ class OCNOpt(Optimizer):
                 group["alignment"] = rule  # with its reward and its bandit
         self._aligner.load_state_dict(state_dict.get("game", {}), self._rules)
         order = [i for g in state_dict["param_groups"] for i in g["params"]]
-        params = [p for g in self.param_groups for p in g["params"]]
         clocks: dict[tuple[float, torch.device], Tensor] = {}
-        for i, p in zip(order, params, strict=True):
+        for i, p in zip(order, self._parameters, strict=True):
             for key, value in state_dict["state"].get(i, {}).items():
                 if isinstance(value, Tensor):
                     self.state[p][key] = value.to(p.device, copy=True)

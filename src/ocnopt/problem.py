@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ocnopt import shards
 from ocnopt.bellman import Consistent, Paper, Policy, terminal_precision
 from ocnopt.bucket import Bucket, Scalar
 from ocnopt.distributed import World
@@ -149,6 +150,7 @@ class Problem:
         cost, drift = bucket.linear_cost(Gi), bucket.decoupled_drift()
         u = torch.zeros_like(K[:, 0]) if cost is None else scale * cost
         free = None if drift is None else drift * (1.0 if paper else lr)
+        bucket.owners.sum_([K, u] if free is None else [K, u, free])
         place = _placement(bucket.parameter_seats(), len(self.stages.stage_of), self.fractions)
         return Part(place, K, u, free, step, bucket.fraction)
 
@@ -219,7 +221,8 @@ def pose(
     ok = fine.all()
     if loss is not None:
         ok = ok & torch.isfinite(loss.detach()).all().to(device)
-    ok = world.minimum(ok)
+    for everybody in (world, *shards.everybody(q for p in players for q in p.params)):
+        ok = everybody.minimum(ok)
     dtype = torch.promote_types(torch.float32, players[0].params[0].dtype)
     fractions = samples.groups.fractions(torch.empty(0, dtype=dtype, device=device))
     forms = Forms(records, samples, ok, maximize, folded, world, seen)
@@ -231,12 +234,11 @@ def pose(
         for p in player.params:
             if not state[p]:
                 state[p]["step"] = fresh.setdefault(p.device, torch.zeros((), device=p.device))
-        clock = state[first]["step"]
-        sorted_in[id(player.group), player.curvature, first.device, first.dtype, id(clock), forms.kind(player)].append(
-            i
-        )
+        clock, owners = state[first]["step"], shards.owners(first)
+        alike = (id(player.group), player.curvature, first.device, first.dtype, id(clock))
+        sorted_in[*alike, owners, forms.kind(player)].append(i)
     buckets = []
-    for (*_, kind), chosen in sorted_in.items():
+    for (*_, owners, kind), chosen in sorted_in.items():
         theirs = [players[i] for i in chosen]
         params = [q for p in theirs for q in p.params]
         buckets.append(
@@ -253,6 +255,7 @@ def pose(
                 seen=seen,
                 ok=ok.to(params[0].device, compute_dtype(params[0].dtype)),
                 world=world,
+                owners=owners,
             )
         )
     return Problem(players, stages, buckets, fractions, ok.to(dtype), fine, checked)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.dist.two import SIZE, assert_close, assert_same_everywhere, floats, mine, shared
+from tests.games.markov import Residual
 from tests.toys import FEATURES, batches, mlp, values
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -151,13 +152,12 @@ def an_empty_batch(rank: int) -> None:
             busy = rank == i % 2 and i != 2
             loss_of(model, x if busy else x[:0], y if busy else y[:0]).backward()
             opt.step()
-            (loss_of(twin, x, y) / SIZE).mul(i != 2).backward() if i != 2 else _nothing(twin)
+            if i != 2:
+                (loss_of(twin, x, y) / SIZE).backward()
+            else:
+                twin(x[:0]).sum().backward()
             its.step()
             assert_close(net.parameters(), twin.parameters())
-
-
-def _nothing(model: nn.Module) -> None:
-    model(torch.zeros(0, FEATURES, dtype=torch.float64)).sum().backward()
 
 
 class Optional(nn.Module):
@@ -396,6 +396,46 @@ def names_are_those_of_the_network(rank: int) -> None:
     assert [player.name for player in opt._players()] == ["0.0", "1.0", "2"]
 
 
+def chance_is_the_same_everywhere(rank: int) -> None:
+    torch.manual_seed(rank)  # random numbers of the processes differ, as those of a data loader should
+    net = Residual(projection=True).double()
+    for p in net.parameters():
+        dist.broadcast(p.detach(), 0)
+    model, opt = together(net, bellman="paper", alignment="random")
+    seen = set()
+    for x, y in batches(8):
+        opt.zero_grad()
+        cross_entropy(model(x), y).backward()
+        opt.step()
+        seen.add(tuple(opt.diagnostics.stage_of))
+        assert_same_everywhere(net.parameters())
+    assert len(seen) > 1
+    opt.param_groups[0]["alignment"] = "adaptive"
+    cross_entropy(model(x), y).backward()
+    with pytest.raises(RuntimeError, match="alignment='adaptive' would get another reward in each process"):
+        opt.step()
+
+
+def a_process_that_may_stop_early(rank: int) -> None:
+    net = mlp()
+    model, opt = together(net, curvature="kronecker")
+    x, y = batches(1)[0]
+    with model.join():
+        cross_entropy(model(x), y).backward()
+        with pytest.raises(RuntimeError, match=r"inside join\(\) one may stop before the others"):
+            opt.step()
+
+
+def gradients_alone_may_stop_early(rank: int) -> None:
+    net = mlp()
+    model, opt = together(net)
+    with model.join():
+        for x, y in batches(1 + rank):
+            opt.zero_grad()
+            cross_entropy(model(x), y).backward()
+            opt.step()
+
+
 CHECKS = [
     two_equal_one_with_gradients_alone,
     two_equal_one_with_gradients,
@@ -418,5 +458,8 @@ CHECKS = [
     nobody_has_said_which_processes,
     a_network_for_each_process,
     wrapped_elsewhere,
+    chance_is_the_same_everywhere,
+    gradients_alone_may_stop_early,
     names_are_those_of_the_network,
+    a_process_that_may_stop_early,
 ]

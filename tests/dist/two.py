@@ -24,19 +24,15 @@ SIZE = 2
 Check = Callable[[int], None]
 
 
-def run(checks: Sequence[tuple[str, Check]]) -> dict[str, list[str]]:
-    """What went wrong in each check. After the first failure the two are out of step: nothing more is run."""
-    context = mp.get_context("spawn")
-    answers: Any = context.SimpleQueue()
+def run(checks: Sequence[Check]) -> None:
+    """All checks in one test: tests of a file may be spread over several workers, and each would start two processes.
+
+    The first failure ends it, since then the two are out of step.
+    """
+    answers: Any = mp.get_context("spawn").SimpleQueue()
     mp.spawn(_work, args=(_free_port(), checks, answers), nprocs=SIZE)
-    found: dict[str, list[str]] = {name: [] for name, _ in checks}
-    for _ in range(SIZE):
-        rank, done, name, error = answers.get()
-        for missing in list(found)[done:]:
-            found[missing].append(f"not run in process {rank}, after {name!r}")
-        if error:
-            found[name][-1:] = [f"process {rank}:\n{error}"]
-    return found
+    found = [answers.get() for _ in range(SIZE)]
+    assert not any(found), "\n".join(found)
 
 
 def _free_port() -> int:
@@ -46,22 +42,18 @@ def _free_port() -> int:
         return port
 
 
-def _work(rank: int, port: int, checks: Sequence[tuple[str, Check]], answers: Any) -> None:
+def _work(rank: int, port: int, checks: Sequence[Check], answers: Any) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=SIZE, timeout=timedelta(seconds=20))
-    done, name, error = 0, "", ""
-    for name, check in checks:  # noqa: B007 (the last name is read below)
+    for check in checks:
         try:
             check(rank)
         except Exception:
-            error = traceback.format_exc()
-            break
-        done += 1
-    answers.put((rank, done, name, error))
-    if error:  # the other process waits for us, and torch would wait for it
-        os._exit(0)
+            answers.put(f"process {rank}, {check.__name__}:\n{traceback.format_exc()}")
+            os._exit(0)  # the other process waits for us, and torch would wait for it
+    answers.put("")
     dist.destroy_process_group()
 
 

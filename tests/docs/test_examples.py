@@ -81,3 +81,19 @@ def test_trainers_are_short_and_change_one_line(name: str) -> None:
     assert len(text.splitlines()) <= 60
     ours, theirs = r"OCNOpt\((\w+)\.parameters\(\)\)", r"torch\.optim\.AdamW\(\1\.parameters\(\), lr=1e-3\)"
     assert len(re.findall(f"{ours}  # was: {theirs}$", text, flags=re.MULTILINE)) == 1
+
+
+def test_ddp_on_one_process_and_on_two() -> None:
+    """One process and two print the same, but for how many they are."""
+    script, quick = str(ROOT / "examples" / "ddp.py"), ("--epochs", "1")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    found = []
+    for arguments in ((script, *quick), (*torchrun, script, *quick)):
+        run = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
+        assert run.returncode == 0, run.stderr
+        lines = re.findall(r"epoch 1: loss (\S+), accuracy (\S+) % \((\d) processes\)", run.stdout)
+        assert len(lines) == 1, run.stdout
+        found.append([float(number) for number in lines[0]])
+    assert [each[2] for each in found] == [1, 2]
+    assert found[0][:2] == pytest.approx(found[1][:2], rel=1e-2)
+    assert found[0][1] > 90
