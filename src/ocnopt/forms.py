@@ -125,7 +125,7 @@ class Forms:
         if rank == 1 or id(player) not in self.seen:
             return Shared
         alone = len(records) == 1 and self.samples.of(records[0].origin).groups == self.samples.groups
-        alone = alone and isinstance(player.curvature, Identity) and not player.inside
+        alone = alone and isinstance(player.curvature, Identity) and not player.inside and self.world.size == 1
         assert player.adapter is not None
         return Gram if alone and player.adapter.prefers_gram(records[0].call(), rank) else Explicit
 

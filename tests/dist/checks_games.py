@@ -85,6 +85,21 @@ def an_empty_batch(rank: int) -> None:
         steps_are_the_same(rank, options, [[16], [0]])
 
 
+def an_empty_batch_of_a_wide_layer(rank: int) -> None:
+    """One process has all samples and could do without their gradients (the Gram form), but the other waits for them."""
+    net, twin = mlp(width=64), mlp(width=64)
+    (model, opt), its = together(net, curvature="identity", rank="full"), alone(twin, curvature="identity", rank="full")
+    for x, y in batches(2, size=4):
+        opt.zero_grad()
+        its.zero_grad()
+        rows = slice(0, 4 if rank == 0 else 0)
+        loss_of(model, x[rows], y[rows], 4).backward()
+        cross_entropy(twin(x), y).backward()
+        opt.step()
+        its.step()
+        assert_close(net.parameters(), twin.parameters())
+
+
 def accumulation(rank: int) -> None:
     for options in SOME:
         steps_are_the_same(rank, options, [[4, 4], [4, 4]])
@@ -155,6 +170,7 @@ CHECKS = [
     two_equal_one_by_stages,
     uneven_batches,
     an_empty_batch,
+    an_empty_batch_of_a_wide_layer,
     accumulation,
     accumulation_said_beforehand,
     clipped,
