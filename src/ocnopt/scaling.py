@@ -41,9 +41,17 @@ class Scaling:
         If gradients were not just multiplied (clipped by value, say), adjoints cannot follow that: they follow the
         scaler alone, by the power of two nearest to what became of the middle entry.
         """
-        return _ratio(*self._then_and_now(world)) / world.size if self._watched else None
+        if world.size > 1:
+            return _ratio(*self._everywhere(world)) / world.size if self._watched else None
+        kept = [(then, _sample(p.grad)) for p, then in self._kept.items() if p.grad is not None]
+        if not kept:
+            return None
+        device = kept[0][0].device
+        then, now = (torch.cat([t.to(device, torch.float64) for t in column]) for column in zip(*kept, strict=True))
+        # nobody waits for a CPU, and a factor of 1 need not be multiplied by
+        return None if device.type == "cpu" and torch.equal(then, now) else _ratio(then, now)
 
-    def _then_and_now(self, world: World) -> tuple[Tensor, Tensor]:
+    def _everywhere(self, world: World) -> tuple[Tensor, Tensor]:
         """The entries as the backward passes of all processes left them, on average, and as they are.
 
         A process that did not use a parameter has no share in its gradient.
