@@ -86,7 +86,7 @@ def an_empty_batch(rank: int) -> None:
 
 
 def an_empty_batch_of_a_wide_layer(rank: int) -> None:
-    """One process has all samples and could do without their gradients (the Gram form), but the other waits for them."""
+    """One process has all samples and could do without their gradients (the Gram form), but the other has none."""
     net, twin = mlp(width=64), mlp(width=64)
     (model, opt), its = together(net, curvature="identity", rank="full"), alone(twin, curvature="identity", rank="full")
     for x, y in batches(2, size=4):
