@@ -59,18 +59,23 @@ def batches(accumulate: int = 1) -> DataLoader[tuple[Tensor, ...]]:
     return DataLoader(verses(), batch_size=BATCH // accumulate)
 
 
-def plain(mode: str, *, bf16: bool = False, accumulate: int = 1, epochs: int = 1) -> tuple[Encoder, OCNOpt]:
-    """The loop without a trainer."""
+def plain(
+    mode: str, *, cast: torch.dtype | None = None, accumulate: int = 1, epochs: int = 1
+) -> tuple[Encoder, OCNOpt]:
+    """The loop without a trainer. A cast to float16 brings a scaler."""
     model = encoder()
     opt = optimizer(model, mode)
+    scaler = torch.amp.GradScaler("cpu", enabled=cast == torch.float16)
     for _ in range(epochs):
         for n, (x, y) in enumerate(batches(accumulate), start=1):
-            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            with torch.autocast("cpu", cast, enabled=cast is not None):
                 logits = model(x)
-            (cross_entropy(logits.float(), y) / accumulate).backward()
+            scaler.scale(cross_entropy(logits.float(), y) / accumulate).backward()
             if n % accumulate == 0:
+                scaler.unscale_(opt)
                 nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-                opt.step()
+                scaler.step(opt)
+                scaler.update()
                 opt.zero_grad()
     return model, opt
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.trainers.small import CLIP, assert_same, batches, encoder, modes, optimizer, plain
 from torch.nn.functional import cross_entropy
 
@@ -46,7 +47,7 @@ class Training:
 @modes
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_it_is_the_plain_loop(mode: str, precision: str) -> None:
-    assert_same(Training(mode, precision).epoch(), plain(mode, bf16=precision == "bf16"))
+    assert_same(Training(mode, precision).epoch(), plain(mode, cast=torch.bfloat16 if precision == "bf16" else None))
 
 
 @modes

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.trainers.small import CLIP, assert_same, batches, encoder, modes, optimizer, plain
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -50,7 +51,14 @@ def fit(mode: str, file: Path | None = None, **options: Any) -> Any:
 @modes
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_it_is_the_plain_loop(mode: str, precision: str) -> None:
-    assert_same(fit(mode, precision=precision), plain(mode, bf16=precision == "bf16-mixed"))
+    assert_same(fit(mode, precision=precision), plain(mode, cast=torch.bfloat16 if precision == "bf16-mixed" else None))
+
+
+@modes
+def test_scaled_gradients(mode: str) -> None:
+    """Divided by the scaler, then clipped, then the step: with float16 nothing else would do."""
+    plugin = L.pytorch.plugins.MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+    assert_same(fit(mode, plugins=[plugin]), plain(mode, cast=torch.float16))
 
 
 @modes
