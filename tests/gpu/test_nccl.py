@@ -56,6 +56,7 @@ def trained(model: nn.Module, opt: OCNOpt) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_messages() -> None:
     world = Talkative(dist.group.WORLD)
     tensors = [torch.arange(3.0), torch.ones(2, 2).double(), torch.tensor(2.0), torch.ones(2).cuda(), torch.ones(0)]
