@@ -104,6 +104,7 @@ def test_parts_of_parameters() -> None:
 
 
 @pytest.mark.parametrize("shown", [True, False])
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning")  # there is one process
 def test_the_older_wrapper_is_refused(shown: bool) -> None:
     model = FullyShardedDataParallel(network(), use_orig_params=shown)
     with pytest.raises(RuntimeError, match=r"use torch\.distributed\.fsdp\.fully_shard"):
