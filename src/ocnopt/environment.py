@@ -50,6 +50,18 @@ class Autocast:
             yield
 
 
+@contextlib.contextmanager
+def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
+    """Train or eval mode as it was, should it have changed since."""
+    modes = _modes(module)
+    if module.training != training:
+        module.train(training)
+    try:
+        yield
+    finally:
+        _set_modes(modes)
+
+
 @dataclass
 class Environment:
     """Random numbers, buffers, training mode and autocast."""

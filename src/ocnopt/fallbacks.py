@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -16,7 +16,7 @@ from ocnopt.curvature import BY_NAME
 from ocnopt.distributed import World
 from ocnopt.forms import Calls
 from ocnopt.players import Player
-from ocnopt.probe import mixed_layers
+from ocnopt.probe import mixed_layers, with_mixed_input
 from ocnopt.records import Folded
 
 
@@ -29,7 +29,23 @@ class Verdict(IntEnum):
     UNUSABLE = 3
 
 
+Told = tuple[Verdict, str | None]  # and why, if it is of no use
 _ABSENT, _ELSEWHERE = "its calls were not seen", "its calls are of no use on another process"
+
+
+@dataclass
+class Pause:
+    """After a look at the calls of a player that was of no use. The next step looks again; if that is of no use either,
+    one, two, four, … steps are let pass, so that what never can be read costs little.
+    """
+
+    why: str | None  # stands as long as it lasts
+    length: int = 0
+    left: int = 0
+
+    def again(self, why: str | None, longest: int) -> Pause:
+        length = min(max(1, 2 * self.length), longest)
+        return Pause(why, length, length)
 
 
 class Fallbacks:
@@ -37,10 +53,10 @@ class Fallbacks:
 
     def __init__(self) -> None:
         self.reasons: dict[str, str] = {}  # of the last step, by name of player
-        self._mixed: dict[tuple[Any, ...], frozenset[str]] = {}
+        self._mixed: dict[tuple[Any, ...], frozenset[tuple[str, str]]] = {}
         self._said: set[tuple[str, str]] = set()
         self._demoted: dict[int, tuple[Player, Player]] = {}
-        self._last: dict[Player, str | None] = {}  # what the last look at the calls of a player told
+        self._pauses: dict[Player, Pause] = {}  # of players whose last look was of no use
         self.seen: set[int] = set()  # ids of players whose calls are of use in this step, on this process or another
 
     def players(
@@ -55,29 +71,53 @@ class Fallbacks:
         def due(player: Player) -> bool:
             return player.curvature.due(state.get(player.params[0], {}), player.group, player.inside)
 
-        failed = hosts.ask(tape.records, players, split, lambda p: self._last.get(p) is None and due(p))
+        asked = {p for p in players if split or (due(p) and not self._pausing(p))}
+        failed = hosts.ask(tape.records, players, split, asked.__contains__)
+        told: dict[Player, Told] = {}
         if split or any(map(due, players)):
-            self._look(Calls(tape.records), tape.folded, players, world)
-        return [self._checked(player, self._why(player, failed, state), split) for player in players]
+            told = self._look(Calls(tape.records), tape.folded, players, world)
+        whys = [self._why(p, told.get(p), p in asked, failed, state) for p in players]
+        return [self._checked(player, why, split) for player, why in zip(players, whys, strict=True)]
 
-    def _look(self, calls: Calls, folded: Folded | None, players: Sequence[Player], world: World) -> None:
+    def _look(self, calls: Calls, folded: Folded | None, players: Sequence[Player], world: World) -> dict[Player, Told]:
         """All processes must come to the same verdict: what they add up depends on it."""
         world.must_agree(" ".join(player.name for player in players), "do not have gradients of the same parameters")
         mine = [_verdict(calls, folded or Folded(), player) for player in players]
         theirs = zip(*world.gather_ints([verdict for verdict, _ in mine]), strict=True)
+        told: dict[Player, Told] = {}
         for player, (verdict, why), worst in zip(players, mine, map(max, theirs), strict=True):
+            told[player] = Verdict(worst), why if verdict == worst else _ELSEWHERE
             if worst == Verdict.FINE:
-                self._last[player] = None
                 self.seen.add(id(player))
-            elif worst != Verdict.NOT_TOLD:
-                self._last[player] = why if verdict == worst else _ELSEWHERE
+        return told
 
-    def _why(self, player: Player, failed: Mapping[str, str], state: Mapping[Tensor, dict[str, Any]]) -> str | None:
-        """Why the calls of a player are of no use. Between two looks, the last one stands."""
-        last, ready = self._last.get(player), player.curvature.ready(state.get(player.params[0], {}))
-        if last is not None or ready or id(player) in self.seen:
-            return last
-        return next((failed[name] for name in player.module_names if name in failed), _ABSENT)
+    def _why(
+        self,
+        player: Player,
+        told: Told | None,
+        asked: bool,
+        failed: Mapping[str, str],
+        state: Mapping[Tensor, dict[str, Any]],
+    ) -> str | None:
+        """Why the calls of a player are of no use in this step. What was learned before is still good if they only
+        could not be seen.
+        """
+        verdict, why = told or (Verdict.NOT_TOLD, None)
+        if verdict == Verdict.NOT_TOLD:
+            ready = player.curvature.ready(state.get(player.params[0], {}))
+            why = None if ready else next((failed[n] for n in player.module_names if n in failed), _ABSENT)
+        if not asked and self._pausing(player):
+            self._pauses[player].left -= 1
+            return self._pauses[player].why
+        if verdict == Verdict.FINE or (verdict == Verdict.NOT_TOLD and not asked):
+            self._pauses.pop(player, None)
+        else:
+            known, longest = self._pauses.get(player), player.group["refresh_every"] - 1
+            self._pauses[player] = Pause(why) if known is None else known.again(why, longest)
+        return None if verdict == Verdict.FINE else why
+
+    def _pausing(self, player: Player) -> bool:
+        return player in self._pauses and self._pauses[player].left > 0
 
     def _probe(self, tape: Tape) -> None:
         for this in tape.passes:
@@ -85,7 +125,8 @@ class Fallbacks:
             key = (this.batch, *((r.name, r.has_rows()) for r in mine))
             if key not in self._mixed:
                 self._mixed[key] = mixed_layers(tape, this)
-            this.mixed = self._mixed[key]
+            this.mixed = frozenset(name for name, _ in self._mixed[key])
+            this.mixed_inputs = with_mixed_input(self._mixed[key])
 
     def _checked(self, player: Player, why: str | None, split: bool) -> Player:
         needed = player.curvature.needs_model
@@ -118,7 +159,7 @@ class Fallbacks:
             warnings.warn(f"{name}: {why}; {effect}", stacklevel=8)
 
 
-def _verdict(calls: Calls, folded: Folded, player: Player) -> tuple[Verdict, str | None]:
+def _verdict(calls: Calls, folded: Folded, player: Player) -> Told:
     first = player.params[0]
     if first in folded.whole:
         return Verdict.UNUSABLE, folded.whole[first]

@@ -50,10 +50,11 @@ class Calls:
 
     def by_pass(self, player: Player) -> dict[Pass, list[Call]]:
         """The calls of a player's modules, by forward pass; none if a host was not asked for them."""
-        passes: dict[Pass, list[Call]] = defaultdict(list)
+        executions: dict[Pass, list[list[Call]]] = defaultdict(list)
         for record, use in self._uses(player) if self.looked_at(player) else ():
-            passes[record.origin] += record.calls(use.path)
-        return passes
+            executions[record.origin].append(record.calls(use.path))
+        together = as_one_solve if player.inside else _joined
+        return {this: together(calls) for this, calls in executions.items()}
 
     def _uses(self, player: Player) -> list[tuple[Record, Use]]:
         """The records of a player's modules, each with one of the uses that it is about."""
@@ -78,6 +79,17 @@ class Calls:
         return None
 
 
+def _joined(executions: Sequence[Sequence[Call]]) -> list[Call]:
+    return [call for calls in executions for call in calls]
+
+
+def as_one_solve(solves: Sequence[Sequence[Call]]) -> list[Call]:
+    """The solves of one forward pass as parts of a single one: factors do not depend on how a trajectory is cut."""
+    lengths = [sum(c.duration for c in calls) / sum(c.share for c in calls) for calls in solves]
+    parts = zip(solves, lengths, strict=True)
+    return [replace(call, share=call.share * length / sum(lengths)) for calls, length in parts for call in calls]
+
+
 _ROWS = "dimension 0 of its input or output does not run over the samples"
 
 
@@ -90,10 +102,14 @@ def _why_unusable(record: Record) -> str | None:
 
 
 def _why_unusable_inside(record: Record, use: Use) -> str | None:
-    """Inside a host every call has its own adjoint; samples keep their places if the host itself keeps them."""
-    batch = record.origin.batch
+    """Inside a host every call has its own adjoint; samples keep their places if they come to the host in dimension 0.
+    Its output may have another one in front, of times, say.
+    """
+    if use.path in record.strays:
+        return f"it is also called outside of {record.name or type(record.module).__name__}, where it is not seen"
+    batch, mixed = record.origin.batch, record.origin.mixed_inputs
     sizes = {t.shape[:1] for call in record.calls(use.path) for t in (call.x, call.h)}
-    return _ROWS if record.name in record.origin.mixed or (batch is not None and sizes != {(batch,)}) else None
+    return _ROWS if record.name in mixed or (batch is not None and sizes != {(batch,)}) else None
 
 
 class Forms:

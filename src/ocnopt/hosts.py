@@ -33,6 +33,7 @@ class Execution:
     h: Mapping[int, Tensor]
     autocast: torch.dtype | None = None
     overwritten: bool = False  # were the arguments changed in place since the call?
+    training: bool | None = None  # the mode in which the host was, if it is known
 
 
 class CannotTell(Exception):
@@ -53,6 +54,10 @@ class Host(nn.Module, ABC):
         the backward pass and before any parameter changes; must leave no trace.
         """
 
+    def take_strays(self) -> frozenset[str]:
+        """The layers inside that somebody else has called, to train them, since this was last asked."""
+        return frozenset()
+
     def attached(self, optimizer: torch.optim.Optimizer, name: str) -> None:
         """An optimizer begins to watch the model in which this host is called ``name``."""
         self.known_as = name or type(self).__name__
@@ -69,9 +74,12 @@ def ask(
     ``split``: all of them are needed, for groups of samples. ``due``: does this player need them for its curvature?
     """
     failed: dict[str, str] = {}
+    hosts = {id(r.module): r.module for r in records if isinstance(r.module, Host)}
+    strays = {i: host.take_strays() for i, host in hosts.items()}
     for record in records:
         if not isinstance(record.module, Host):
             continue
+        record.strays = strays[id(record.module)]
         inside = [p for p in players if record.name in p.module_names and (split or p.curvature.needs_model)]
         layers = {
             use.path: use.module
@@ -82,11 +90,13 @@ def ask(
         }
         if not layers or not (split or any(map(due, inside))):
             continue
-        if not all(bool(h.isfinite().all()) for h in record.h.values()):  # a step that will leave no trace
+        # a batch that is bad or empty: the step will leave no trace
+        if not all(h.numel() and bool(h.isfinite().all()) for h in record.h.values()):
             continue
         try:
             record.inner = record.module.layer_calls(record.execution(), layers)
         except CannotTell as why:
             failed[record.name] = str(why)
-            warnings.warn(f"{record.name}: what its layers saw is not known: {why}", stacklevel=2)
+            name = record.module.known_as or record.name
+            warnings.warn(f"{name}: what its layers saw is not known: {why}", stacklevel=2)
     return failed

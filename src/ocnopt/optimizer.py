@@ -81,9 +81,10 @@ class OCNOpt(Optimizer):
         weight_decay, decoupled_weight_decay: γ; decoupled is AdamW's.
         maximize: climb instead of descending.
         decay, eps, bias_correction: of the adaptive curvature. ``bias_correction`` also corrects an averaged momentum.
-        damping, factor_decay, factor_every, refresh_every, ekfac: of the Kronecker curvature: λ, memory of the factors,
-            steps between two looks at the layers, steps between two eigendecompositions, and whether eigenvalues are
-            measured in the eigenbasis (EKFAC). Layers inside a Neural ODE are looked at for a refresh only.
+        damping, factor_decay, factor_every, refresh_every, ekfac: of the Kronecker curvature: λ, memory of the factors
+            from one look at the layers to the next, steps between two looks, steps between two eigendecompositions, and
+            whether eigenvalues are measured in the eigenbasis (EKFAC). Layers inside a Neural ODE are looked at for a
+            refresh only.
     """
 
     def __init__(
@@ -310,6 +311,11 @@ class OCNOpt(Optimizer):
                 raise RuntimeError(f"{why} was asked for after the forward pass: run forward and backward again")
             if self._why_model() is not None:
                 raise RuntimeError(f"{why} needs the network: call attach(model) before the forward pass")
+
+    @property
+    def world(self) -> World | None:
+        """The processes that train the same network, as far as it was said."""
+        return self._world
 
     def _check_processes(self) -> None:
         shards.check(self._parameters, None, self._why_model())

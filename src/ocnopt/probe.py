@@ -16,6 +16,7 @@ from ocnopt.trees import mapped
 
 #: module, which call of it, which tensor of the call
 Place = tuple[str, int, str]
+_INPUT = "input"
 
 
 class _Looking(Rollout):
@@ -26,15 +27,15 @@ class _Looking(Rollout):
 
     def before(self, name: str, occurrence: int, inputs: list[Tensor]) -> None:
         if inputs:
-            self.look((name, occurrence, "input"), inputs[0])
+            self.look((name, occurrence, _INPUT), inputs[0])
 
     def after(self, name: str, occurrence: int, outputs: list[Tensor]) -> None:
         for i, t in enumerate(outputs):
             self.look((name, occurrence, f"output {i}"), t)
 
 
-def mixed_layers(tape: Tape, this: Pass) -> frozenset[str]:
-    """The modules whose input or output does not follow when samples are exchanged.
+def mixed_layers(tape: Tape, this: Pass) -> frozenset[tuple[str, str]]:
+    """The modules whose input or output does not follow when samples are exchanged, and which of their tensors.
 
     The model runs in evaluation mode and without gradients: as it is, with the samples rolled by one, and with one
     sample replaced by another. To follow one of the two is enough: where samples see each other (batch statistics) they
@@ -80,8 +81,13 @@ def mixed_layers(tape: Tape, this: Pass) -> frozenset[str]:
     except Exception as error:  # whatever the model objects to, the step goes on
         why = f"the model does not run with its samples exchanged ({type(error).__name__}: {error})"
         warnings.warn(f"{why}, so no layer is taken to keep them in dimension 0", stacklevel=2)
-        return frozenset(this.order)
-    return frozenset(place[0] for place in straight if place not in following)
+        return frozenset((name, _INPUT) for name in this.order)
+    return frozenset((name, which) for name, call, which in straight if (name, call, which) not in following)
+
+
+def with_mixed_input(places: frozenset[tuple[str, str]]) -> frozenset[str]:
+    """The modules to which samples do not come in dimension 0."""
+    return frozenset(name for name, which in places if which == _INPUT)
 
 
 def _roll(t: Tensor) -> Tensor:

@@ -55,6 +55,7 @@ class Pass:
     scale: Tensor | None = None  # the factor by which adjoints are to be multiplied, if any
     turn: int = 0  # which pass since the hooks were set
     mixed: frozenset[str] = frozenset()  # modules whose dimension 0 only has the size of the batch
+    mixed_inputs: frozenset[str] = frozenset()  # those of them in whose input it is so
 
     def inputs_changed(self) -> bool:
         return self.versions != versions_of((self.args, self.kwargs))
@@ -97,6 +98,7 @@ class Record:
     outputs: dict[int, Tensor] = field(default_factory=dict)
     h: dict[int, Tensor] = field(default_factory=dict)  # ∂L/∂output, by output
     inner: Mapping[str, list[Call]] | None = None  # calls of the layers inside a host, where it was asked
+    strays: frozenset[str] = frozenset()  # layers inside a host that were called by somebody else, too
 
     def calls(self, path: str) -> list[Call]:
         """Of the module itself, or of the layer of that name inside it."""
@@ -107,7 +109,8 @@ class Record:
     def execution(self) -> Execution:
         """As the host sees it that the record is about."""
         h = {i: self.origin.scaled(h) for i, h in self.h.items()}
-        return Execution(self.args, self.kwargs, self.outputs, h, self.autocast, self.overwritten())
+        how = self.autocast, self.overwritten(), self.training
+        return Execution(self.args, self.kwargs, self.outputs, h, *how)
 
     def call(self) -> Call:
         """As the layer's adapter sees it. Only for records whose (first) output an adjoint arrived at."""

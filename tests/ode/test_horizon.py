@@ -64,6 +64,45 @@ def test_feedback_is_the_closed_form_with_the_step_just_taken(make: Any) -> None
     assert model[0].t[1] == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.parametrize("make", [OCNOpt, torch.optim.AdamW])
+def test_decoupled_weight_decay_is_no_running_cost(make: Any) -> None:
+    model, x = model_of(Horizon(C, lr=0.5)), batch()
+    field = [*model[0].field.parameters()]
+    decoupled = {"decoupled_weight_decay": True} if make is OCNOpt else {}
+    opt = make(model.parameters(), lr=0.05, weight_decay=0.5, **decoupled)
+    model[0].horizon.follow(opt, field)
+    psi, before = slope(model, x, 1.2), [p.detach().clone() for p in field]
+    loss_of(model, x).backward()
+    opt.step()
+    p_dtheta = sum(float((p.grad * (p.detach() - b)).sum()) for p, b in zip(field, before, strict=True))
+    assert model[0].t[1] == pytest.approx(1.2 - 0.5 * (C * 1.2 + psi + psi * p_dtheta) / (C + psi**2), rel=1e-5)
+
+
+@pytest.mark.parametrize("settings", [Horizon(1e-9, lr=1.0), Horizon(0.0, lr=1e6, method="first_order")])
+def test_it_never_more_than_doubles_at_a_time(settings: Horizon) -> None:
+    model = model_of(settings)
+    opt, seen = torch.optim.SGD(model.parameters(), lr=0.0), []
+    model[0].horizon.follow(opt, [*model[0].field.parameters()])
+    for _ in range(2):
+        opt.zero_grad()
+        # what is wanted is ahead on the way: the loss falls with T, hardly, and the step would be immense
+        out = model[0](batch())
+        speed = model[0].field(torch.tensor(model[0].t[1], dtype=torch.float64), out).detach()
+        (-1e-3 * out * speed).sum().backward()
+        opt.step()
+        seen.append(model[0].t[1])
+    assert seen == [2.4, 4.8]
+
+
+def test_without_a_price_first_order_follows_the_loss_alone() -> None:
+    model, x = model_of(Horizon(0.0, lr=0.01, method="first_order")), batch()
+    opt = OCNOpt(model.parameters(), model=model)
+    wanted = 1.2 - 0.01 * slope(model, x, 1.2)
+    loss_of(model, x).backward()
+    opt.step()
+    assert model[0].t[1] == pytest.approx(wanted, rel=1e-6)
+
+
 @pytest.mark.parametrize("make", [OCNOpt, torch.optim.SGD])
 @pytest.mark.parametrize("method", ["feedback", "first_order"])
 def test_climbing_is_descending_on_the_loss_with_the_other_sign(make: Any, method: str) -> None:
@@ -265,6 +304,7 @@ def test_a_copy_is_moved_by_nobody_and_other_blocks_save_nothing() -> None:
     ("arguments", "message"),
     [
         ({"penalty": -1.0}, "penalty must be a number ≥ 0, got -1.0"),
+        ({"penalty": 0.0}, "penalty must be > 0 with method='feedback'"),
         ({"lr": 0.0}, "lr must be a number > 0"),
         ({"minimum": float("nan")}, "minimum must be a number > 0"),
         ({"update_every": 0}, "update_every must be a whole number ≥ 1, got 0"),

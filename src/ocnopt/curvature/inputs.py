@@ -28,8 +28,8 @@ _WINDOW = 64
 class Inputs:
     """Inputs x and adjoints h, ``[batch, blocks, shared, features]``, of one forward pass, in pieces if need be.
 
-    A module used several times in one pass has more shared positions. Calls that share one solve in continuous time
-    make ∫x x^T dt and ∫h h^T dt of it: each is weighted by its duration, and all together they are one use.
+    A module used several times in one pass has more shared positions. Calls in continuous time make ∫x x^T dt and
+    ∫h h^T dt: each is weighted by its duration, and all together they are one use, in however many solves.
 
     ``keep``: what is formed stays until the second look at it, if it is no more than the calls hold anyway.
     """

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
+from ocnopt.environment import in_mode
 from ocnopt.groups import Groups
 from ocnopt.layers.base import Adapter, Call, compute_dtype
 from ocnopt.layers.outer import pieces
@@ -72,7 +73,7 @@ def repeat(call: Call, replaced: Mapping[str, Tensor], args: Sequence[Any], kwar
     with ExitStack() as stack:
         if call.rng is not None:
             stack.enter_context(call.rng.restored())
-        stack.enter_context(_mode(module, bool(call.training)))
+        stack.enter_context(in_mode(module, bool(call.training)))
         stack.enter_context(precision(call))
         stack.enter_context(torch.enable_grad())
         output = _first(functional_call(_Forward(module), state, tuple(args), dict(kwargs)))
@@ -102,19 +103,6 @@ def _first(output: Any) -> Tensor:
     if not tensors:
         raise TypeError(f"a module with an adapter must return a tensor, got {type(output).__name__}")
     return tensors[0]
-
-
-@contextmanager
-def _mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """Train or eval mode as it was, should it have changed since."""
-    modes = {m: m.training for m in module.modules()}
-    if module.training != training:
-        module.train(training)
-    try:
-        yield
-    finally:
-        for m, mode in modes.items():
-            m.training = mode
 
 
 def _pullbacks(output: Tensor, leaves: Sequence[Tensor], h: Tensor, groups: Groups) -> list[Tensor]:

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ocnopt.environment import Buffers
+from ocnopt.environment import Buffers, in_mode
 from ocnopt.hosts import CannotTell, Execution, Host
 from ocnopt.layers.base import Call
 from ocnopt.ode import times as time
 from ocnopt.ode.field import Evaluations, Field, State, as_tuple
 from ocnopt.ode.horizon import Horizon, LearnedHorizon
 from ocnopt.ode.look import along_solve
+from ocnopt.ode.options import check_options
 from ocnopt.ode.solver import (
     METHODS,
     WITHOUT_GRADIENT,
@@ -26,7 +27,9 @@ from ocnopt.ode.solver import (
     checkpointed,
     named_failures,
 )
+from ocnopt.ode.strays import Strays
 from ocnopt.rng import RNGState
+from ocnopt.trees import mapped
 
 GRADIENTS = ("adjoint", "discretize")
 
@@ -83,6 +86,8 @@ class NeuralODE(Host):
             _check_choice("adjoint_solver", adjoint_solver, METHODS)
         tolerances = {"rtol": rtol, "atol": atol, "adjoint_rtol": adjoint_rtol, "adjoint_atol": adjoint_atol}
         _check_tolerances(tolerances)
+        check_options("options", options, solver)
+        check_options("adjoint_options", adjoint_options, adjoint_solver or solver)
         adjoint = {
             "adjoint_options": None if adjoint_options is None else dict(adjoint_options),
             "adjoint_method": adjoint_solver,
@@ -94,7 +99,7 @@ class NeuralODE(Host):
         self.solver = Solver(solver, rtol, atol, options, adjoint)
         _check_count("nodes", nodes)
         self.nodes = nodes
-        self.nfe = Evaluations()
+        self.nfe, self._strays = Evaluations(), Strays()
         self._t = time.checked(t)
         self.horizon = None if learn_horizon is None else _horizon(learn_horizon, self._t)
         self._check_gradient(gradient, {k: v for k, v in adjoint.items() if v is not None}, checkpoints)
@@ -127,45 +132,57 @@ class NeuralODE(Host):
         learns = t is None and self.training and torch.is_grad_enabled()
         _, times, all_times = self._asked(x, t, all_times)
         states = self._solve(x, times)
-        final = states[-1] if isinstance(states, Tensor) else tuple(part[-1] for part in states)
-        wanted = states if all_times else final
+        # with memory of its own: whoever writes to a view in place takes the hooks on it out of the graph
+        final = mapped(lambda part: part[-1].clone(), states)
+        whole = mapped(lambda part: part.clone() if part._is_view() else part, states)
+        wanted: State = whole if all_times else final
         if learns and self.horizon is not None and self.horizon.followed and self.horizon.due:
             self.horizon.watch(self.field, self._speed(times[-1], final), wanted, all_times)
         return wanted
 
     def _speed(self, T: float, final: State) -> State:
         """F(T, x_T)."""
-        x, F = tuple(part.detach() for part in as_tuple(final)), Field(self.field, self.nfe)
+        x = tuple(part.detach() for part in as_tuple(final))
         with torch.no_grad():
-            return F(time.on_device((T,), x[0])[0], x[0] if isinstance(final, Tensor) else x)
+            return self._F()(time.on_device((T,), x[0])[0], x[0] if isinstance(final, Tensor) else x)
+
+    def _F(self) -> Field:
+        return Field(self.field, self.nfe, self._strays)
 
     def _solve(self, x: State, times: tuple[float, ...]) -> State:
-        F, at = Field(self.field, self.nfe), time.on_device(times, as_tuple(x)[0])
+        F, at = self._F(), time.on_device(times, as_tuple(x)[0])
+        # nobody can choose a step by the error of nothing
+        solver = self.solver if any(part.numel() for part in as_tuple(x)) else self.solver.plainest()
         if torch.is_grad_enabled() and self.gradient == "adjoint":
             parts = as_tuple(x)
             tupled = not isinstance(x, Tensor)
-            found = Adjoint.apply(self.solver, F, self.name, at, len(parts), tupled, *parts, *self.field.parameters())  # type: ignore[no-untyped-call]
-            found = tuple(part.view_as(part) for part in found)  # each with a node of its own, for hooks
+            found = Adjoint.apply(solver, F, self.name, at, len(parts), tupled, *parts, *self.field.parameters())  # type: ignore[no-untyped-call]
+            found = tuple(part.view_as(part) for part in found)  # each with a node of its own
             states: State = found if tupled else found[0]
         else:
-            with named_failures(self.name, F, "forward"):
+            with named_failures(self.name, F, "forward", solver):
                 if self.checkpoints is not None:  # also without gradients: the steps must be the same
-                    states = checkpointed(self.solver, F, x, at, self._segments(times, at))
+                    states = checkpointed(solver, F, x, at, self._segments(times, at))
                 else:
-                    states = self.solver.plain(F, x, at)
-        check_finite(self.name, F, "forward", states, lambda: self.solver.plain(F, x, at))
+                    states = solver.plain(F, x, at)
+        check_finite(self.name, F, "forward", states, lambda: solver.plain(F, x, at))
         return states
 
     # --- for the optimizer ---
 
     def attached(self, optimizer: torch.optim.Optimizer, name: str) -> None:
         super().attached(optimizer, name)
+        self._strays.watch(self, optimizer)
         if self.horizon is not None:
             self.horizon.follow(optimizer, list(self.field.parameters()))
 
     def detached(self, optimizer: torch.optim.Optimizer) -> None:
+        self._strays.leave(optimizer)
         if self.horizon is not None:
             self.horizon.leave(optimizer)
+
+    def take_strays(self) -> frozenset[str]:
+        return self._strays.take()
 
     def layer_calls(self, execution: Execution, layers: Mapping[str, nn.Module]) -> dict[str, list[Call]]:
         """What the layers of the field saw: their calls at the nodes of a quadrature along the solve."""
@@ -182,10 +199,11 @@ class NeuralODE(Host):
             for whole in (states, adjoints)
         )
         begun = None if execution.overwritten else tuple(part.detach() for part in as_tuple(x))
-        F, tupled = Field(self.field, self.nfe), not isinstance(x, Tensor)
-        F.collecting = True
+        F, tupled = self._F(), not isinstance(x, Tensor)
+        F.collecting, F.rng = True, RNGState.capture({states[0].device})
+        failures = named_failures(self.name, F, "curvature", self.solver)
         try:
-            with self._without_trace(execution, states[0].device), named_failures(self.name, F, "curvature"):
+            with self._without_trace(execution, states[0].device), self._strays.expected(), failures:
                 return along_solve(self.solver, F, times, [begun, *reached], jumps, tupled, self.nodes, layers)
         except SolverError as error:
             raise CannotTell(str(error)) from error
@@ -201,9 +219,9 @@ class NeuralODE(Host):
     def _without_trace(self, execution: Execution, device: torch.device) -> Iterator[None]:
         """Evaluate the field as in that execution; random numbers and running statistics stay as they are."""
         buffers, dtype = Buffers(self), execution.autocast
-        rng = RNGState.capture({device})
+        training = self.training if execution.training is None else execution.training
         try:
-            with rng.restored(), torch.autocast(device.type, dtype, enabled=dtype is not None):
+            with in_mode(self, training), torch.autocast(device.type, dtype, enabled=dtype is not None):
                 yield
         finally:
             buffers.restore()

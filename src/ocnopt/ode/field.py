@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ocnopt.ode.strays import Strays
+from ocnopt.rng import RNGState
 
 #: x_t: a tensor, or a tuple of tensors that are integrated together
 State = Tensor | tuple[Tensor, ...]
@@ -33,10 +36,12 @@ class Evaluations:
 class Field:
     """F(t, x): calls the module, in the dtype of the state, and knows how far the solver has come."""
 
-    def __init__(self, module: nn.Module, nfe: Evaluations) -> None:
-        self.module, self.nfe = module, nfe
+    def __init__(self, module: nn.Module, nfe: Evaluations, strays: Strays) -> None:
+        self.module, self.nfe, self._strays = module, nfe, strays
         self.collecting = False
+        self.rng: RNGState | None = None  # with which every evaluation begins, if given: one field, not a new one each
         self.t: Tensor | None = None  # of the last evaluation
+        self.first_t: Tensor | None = None  # and of the first one
         self.value: tuple[Tensor, ...] | None = None  # its result
         self.inside = False  # is the module running?
         self._stop_when_bad = False
@@ -50,7 +55,9 @@ class Field:
     def __call__(self, t: Tensor, x: State) -> State:
         self._count()
         self.t, self.inside = t.detach(), True
-        value = _like(self.module(t, x), x, self.module)
+        self.first_t = self.t if self.first_t is None else self.first_t
+        with self._strays.expected(), nullcontext() if self.rng is None else self.rng.restored():
+            value = _like(self.module(t, x), x, self.module)
         self.value, self.inside = tuple(v.detach() for v in as_tuple(value)), False
         if self._stop_when_bad and not finite(self.value):
             raise NotFinite
@@ -65,7 +72,7 @@ class Field:
             self.nfe.forward += 1
 
     def forget(self) -> None:
-        self.t, self.value = None, None
+        self.t, self.first_t, self.value = None, None, None
 
     @contextmanager
     def stopping_when_not_finite(self) -> Iterator[None]:

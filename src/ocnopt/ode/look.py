@@ -3,34 +3,31 @@
 The state and its adjoint (x_t, q_t) are solved backward from the end of the interval once more, with the nodes of a
 quadrature as output times; there every layer's input z and output adjoint h = (∂F/∂output)^T q are read off one
 evaluation of the field. Where the field contracts, x_t cannot be solved backward over the whole interval: if it does
-not come back to where it began, the interval is halved, with a forward solve to its middle. The solves of the user's
-forward and backward pass are never touched, and nothing is kept but the nodes.
+not come back to where it began, the interval is halved, with a forward solve to its middle. A block inside the field is
+asked in its turn, with the adjoint at its output. The solves of the user's forward and backward pass are never touched,
+and nothing is kept but the nodes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from ocnopt import layers as adapters
 from ocnopt.hosts import CannotTell
-from ocnopt.layers.base import Call, first_tensor
+from ocnopt.layers.base import Call
 from ocnopt.ode.field import Field, State, as_tuple, finite
 from ocnopt.ode.quadrature import gauss_legendre
 from ocnopt.ode.solver import Solver
 from ocnopt.ode.times import on_device
-from ocnopt.rng import RNGState
-from ocnopt.trees import mapped
+from ocnopt.ode.watch import Watch
 
 Parts = tuple[Tensor, ...]
 _HALVINGS = 6
-# of the way: by how much x may miss its beginning before its interval is halved, and when that is of no more use: a
-# field with random numbers never meets itself again, and what contracts misses it by far
+# of the way: by how much x may miss its beginning before its interval is halved, and when that is of no more use: what
+# contracts misses it by far
 _TOLERANCE, _LAST_TOLERANCE = 0.02, 0.3
 
 
@@ -92,7 +89,7 @@ def along_solve(
         for t, here, (_, w) in zip(at, seen_at, gauss_legendre(nodes), strict=True):
             weight = abs(end - start) * w
             for path, call in observe(pair, on_device([t], here[0])[0], here, layers):
-                call.h, call.duration, call.share = sign * call.h, weight, weight / whole
+                call.h, call.duration, call.share = sign * call.h, weight * call.duration, weight / whole * call.share
                 calls[path].append(call)
     return calls
 
@@ -116,7 +113,7 @@ class Backward:
             raise CannotTell("its state and adjoint cannot be solved backward: the field contracts too strongly")
         middle = (t0 + T) / 2
         x = self._forward(x0, t0, middle)
-        # to the end as well: a field with random numbers, or a coarser grid, need not meet x_T again
+        # to the end as well: on a coarser grid, or with the random numbers of the look, it need not meet x_T again
         late, q = self.solve(
             (middle, x), (T, self._forward(x, middle, T)), q, [t for t in at if abs(t - T) <= abs(middle - T)],
             halvings - 1,
@@ -157,56 +154,9 @@ def _norm(parts: Parts) -> float:
 def observe(pair: Adjoint, t: Tensor, here: Parts, layers: Mapping[str, nn.Module]) -> list[tuple[str, Call]]:
     """One evaluation of the field: every call of the layers, with ∂⟨q, F⟩/∂(output) for its adjoint."""
     x, q = here[: len(here) // 2], here[len(here) // 2 :]
-    seen: list[tuple[str, Call]] = []
-    probes: list[Tensor] = []
-    with torch.enable_grad(), _hooked(layers, seen, probes):
+    watch = Watch(pair.F.module, layers)
+    with torch.enable_grad(), watch.hooked():
         leaves = tuple(part.detach().requires_grad_() for part in x)
         value = pair.F(t, pair.state(leaves))
-        found = _vjp(value if isinstance(value, tuple) else (value,), probes, q)
-    for (_, call), h in zip(seen, found, strict=True):
-        call.h = h.detach()
-    return seen
-
-
-@contextmanager
-def _hooked(layers: Mapping[str, nn.Module], seen: list[tuple[str, Call]], probes: list[Tensor]) -> Iterator[None]:
-    handles = []
-    for path, module in layers.items():
-        begun: list[RNGState | None] = []
-        handles += [
-            module.register_forward_pre_hook(_before(begun)),
-            module.register_forward_hook(_after(path, begun, seen, probes), with_kwargs=True, prepend=True),
-        ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _before(begun: list[RNGState | None]) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        adapter, _ = adapters.find(module)
-        random = adapter is not None and adapter.needs_rng(module)
-        begun.append(RNGState.capture({p.device for p in module.parameters()}) if random else None)
-
-    return hook
-
-
-def _after(
-    path: str, begun: list[RNGState | None], seen: list[tuple[str, Call]], probes: list[Tensor]
-) -> Callable[..., Any]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        out, rng = first_tensor(output), begun.pop()
-        if out is None or not out.is_floating_point():
-            return None
-        # zero, and added to the output: its gradient is that of the output, whatever is done to that in place
-        probe = torch.zeros_like(out).requires_grad_()
-        args, kwargs = mapped(Tensor.detach, (args, kwargs))
-        device = out.device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        seen.append((path, Call(module, args, kwargs, probe, rng, module.training, autocast)))
-        probes.append(probe)
-        return mapped(lambda t: t + probe if t is out else t, output)
-
-    return hook
+        found = _vjp(value if isinstance(value, tuple) else (value,), watch.probes, q)
+    return watch.told([h.detach() for h in found])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -51,14 +52,29 @@ class Solver:
         options = None if self.options is None else dict(self.options)
         return {"method": self.method, "rtol": self.rtol, "atol": self.atol, "options": options}
 
+    def plainest(self) -> Solver:
+        """One evaluation of the field from one time to the next."""
+        return Solver("euler", self.rtol, self.atol)
+
+    def described(self, phase: str) -> str:
+        """The arguments of a solve as the user gave them."""
+        if phase == "forward":
+            return f"solver={self.method!r} with options={self.options!r}"
+        method = self.adjoint.get("adjoint_method") or self.method
+        return f"solver={method!r} with options={self._backward_options!r}"
+
+    @property
+    def _backward_options(self) -> Mapping[str, Any] | None:
+        options: Mapping[str, Any] | None = self.adjoint.get("adjoint_options")
+        return self.options if options is None else options
+
     def plain(self, F: Callable[[Tensor, Any], Any], x: State, times: Tensor) -> State:
         """The states at all times, differentiable through the solver's own steps."""
         return cast(State, odeint(F, x, times, **self._arguments))
 
     def backward(self, F: Callable[[Tensor, Any], Any], x: tuple[Tensor, ...], times: Tensor) -> tuple[Tensor, ...]:
         """A solve backward in time with the settings of the adjoint. Its state is larger, so ``norm`` is left out."""
-        options = self.options if self.adjoint.get("adjoint_options") is None else self.adjoint["adjoint_options"]
-        options = {k: v for k, v in (options or {}).items() if k != "norm"}
+        options = {k: v for k, v in (self._backward_options or {}).items() if k != "norm"}
         method = self.adjoint.get("adjoint_method") or self.method
         if issubclass(SOLVERS[method], FixedGridODESolver):
             options.setdefault("interp", "cubic")  # the times asked for are between the points of the grid
@@ -84,20 +100,31 @@ def _first(a: float | None, b: float) -> float:
 
 
 @contextmanager
-def named_failures(name: str, F: Field, phase: str) -> Iterator[None]:
-    """Turn what torchdiffeq asserts into a :class:`SolverError`."""
+def named_failures(name: str, F: Field, phase: str, solver: Solver) -> Iterator[None]:
+    """Turn what torchdiffeq asserts into a :class:`SolverError`, and what it objects to before the first evaluation of
+    the field, which is about its arguments, into a :class:`ValueError`.
+    """
     try:
         yield
-    except AssertionError as error:
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         if F.inside:  # the field's own
             raise
-        raise SolverError(_message(name, F, phase, str(error))) from error
+        if F.t is None:
+            raise ValueError(f"{name}: torchdiffeq does not take {solver.described(phase)}: {_said(error)}") from error
+        if not isinstance(error, AssertionError):
+            raise
+        raise SolverError(_message(name, F, phase, _said(error))) from error
     finally:
         F.forget()
 
 
+def _said(error: Exception) -> str:
+    return str(error) or f"{type(error).__name__} in {traceback.extract_tb(error.__traceback__)[-1].name}"
+
+
 def _message(name: str, F: Field, phase: str, what: str) -> str:
-    at = "" if F.t is None else f" at t = {float(F.t):.6g}"
+    reached = next((float(t) for t in (F.t, F.first_t) if t is not None and t.isfinite()), None)
+    at = "" if reached is None else f" at t = {reached:.6g}"
     if F.value is not None and not finite(F.value):
         what = "the field is not finite"
     elif "non-finite" in what:
@@ -134,12 +161,12 @@ class Adjoint(torch.autograd.Function):
         ctx: Any, solver: Solver, F: Field, name: str, times: Tensor, parts: int, tupled: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         states, parameters = tensors[:parts], tensors[parts:]
-        ctx.F, ctx.name = F, name
+        ctx.F, ctx.name, ctx.solver = F, name, solver
         ctx.device = states[0].device.type
         ctx.autocast = (torch.is_autocast_enabled(ctx.device), torch.get_autocast_dtype(ctx.device))
         with torch.enable_grad():
             leaves = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in states)
-            with named_failures(name, F, "forward"):
+            with named_failures(name, F, "forward", solver):
                 out = as_tuple(solver.with_adjoint(F, leaves if tupled else leaves[0], times, parameters))
         ctx.inner = out, (*leaves, *(p for p in parameters if p.requires_grad))
         ctx.wanted = [True] * parts + [p.requires_grad for p in parameters]
@@ -152,7 +179,7 @@ class Adjoint(torch.autograd.Function):
         enabled, dtype = ctx.autocast
         found: Sequence[Tensor | None]
         if finite(gradients):
-            with named_failures(ctx.name, ctx.F, "adjoint"), torch.autocast(ctx.device, dtype, enabled):
+            with _named(ctx), torch.autocast(ctx.device, dtype, enabled):
                 found = torch.autograd.grad(out, inputs, gradients, retain_graph=True, allow_unused=True)
             if not finite(tuple(g for g in found if g is not None)):
                 raise SolverError(_message(ctx.name, ctx.F, "adjoint", "the adjoint is not finite"))
@@ -160,6 +187,10 @@ class Adjoint(torch.autograd.Function):
             found = [torch.full_like(i, torch.nan) for i in inputs]
         rest = iter(found)
         return (None,) * 6 + tuple(next(rest) if wanted else None for wanted in ctx.wanted)
+
+
+def _named(ctx: Any) -> AbstractContextManager[None]:
+    return named_failures(ctx.name, ctx.F, "adjoint", ctx.solver)
 
 
 def checkpointed(solver: Solver, F: Field, x: State, times: Tensor, segments: Sequence[Tensor]) -> State:
