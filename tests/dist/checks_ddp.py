@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ocnopt import OCNOpt
-from ocnopt.curvature import eigen
+from ocnopt.curvature import Identity, eigen
 
 ROWS = 16  # more than features: in a null space of the factors any eigenbasis is as good as any other
 
@@ -79,7 +79,10 @@ def assert_two_equal_one(net: nn.Module, rank: int, options: dict[str, Any], **d
         if opt.diagnostics.layers:
             assert_close([opt.diagnostics.w, opt.diagnostics.s], [its.diagnostics.w, its.diagnostics.s], 1e-7, 1e-9)
     assert_same_everywhere([*net.parameters(), *floats(opt)])
-    assert len(floats(opt)) == len(floats(its))
+    for ours, theirs in zip(opt.state.values(), its.state.values(), strict=True):
+        assert ours.keys() == theirs.keys()
+        kept = {"input_factor", "output_factor", "statistics", "momentum", "second_moment", "step"} & ours.keys()
+        assert_close([ours[key] for key in kept], [theirs[key] for key in kept])
 
 
 def two_equal_one_with_gradients_alone(rank: int) -> None:
@@ -426,6 +429,23 @@ def a_process_that_may_stop_early(rank: int) -> None:
             opt.step()
 
 
+class Sizes(Identity):
+    """Reads the calls of its layers, and keeps to itself what it reads."""
+
+    name = "sizes"
+    needs_model = True
+
+
+def a_curvature_that_does_not_add_up(rank: int) -> None:
+    net = mlp()
+    model, opt = together(net, curvature=Sizes())
+    before = values(net)
+    cross_entropy(model(batches(1)[0][0]), batches(1)[0][1]).backward()
+    with pytest.raises(RuntimeError, match="curvature='sizes' does not add up what it reads over the processes"):
+        opt.step()
+    assert_close(values(net), before, 0, 0)
+
+
 def gradients_alone_may_stop_early(rank: int) -> None:
     net = mlp()
     model, opt = together(net)
@@ -459,6 +479,7 @@ CHECKS = [
     a_network_for_each_process,
     wrapped_elsewhere,
     chance_is_the_same_everywhere,
+    a_curvature_that_does_not_add_up,
     gradients_alone_may_stop_early,
     names_are_those_of_the_network,
     a_process_that_may_stop_early,
