@@ -230,6 +230,20 @@ def test_compare_takes_the_optimizers_of_a_recipe(ocnopt: Ocnopt) -> None:
     assert (own.config()["optimizer"]["feedback"], own.config()["data"]["batch_size"]) == ("nonlinear", 8)
 
 
+def test_compare_counts_an_optimizer_once_where_rates_are_given(ocnopt: Ocnopt) -> None:
+    Path("own.toml").write_text(
+        "[data]\nname = 'WINE'\n[network]\nname = 'fcn'\n[optimizer]\nname = 'ocnopt'\nrank = 2\nlr = 0.5\n"
+        "[training]\nepochs = 1\n[grids.ocnopt]\nrank = 2\nlr = [0.01, 0.1]\n[grids.emsa]\nlr = [0.1, 0.2]\n"
+    )
+    quick = ("compare", "own.toml", "--seeds", "1", "--workers", "1")
+    assert [(row["label"], row["lr"]) for row in ocnopt.json(*quick, "--lr", "0.2")["rows"]] == [
+        ("OCNOpt rank=2", 0.2),
+        ("E-MSA", 0.2),
+    ]
+    own = [(row["label"], row["lr"]) for row in ocnopt.json(*quick)["rows"]]
+    assert own[:2] == [("OCNOpt rank=2", 0.5), ("OCNOpt rank=2", 0.01)]
+
+
 def test_compare_keeps_what_is_said_of_the_optimizer_of_the_run(ocnopt: Ocnopt) -> None:
     quick = (*QUICK, "--seeds", "1", "--workers", "1")
     document = ocnopt.json("compare", *quick, "--set", "optimizer.rank=3")

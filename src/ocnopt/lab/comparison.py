@@ -22,11 +22,23 @@ DEFAULT_OPTIMIZERS = ("ocnopt", "sgdm", "rmsprop", "adam", "adamw", "muon", "ekf
 VALIDATION = 0.1
 
 
-def contenders(base: RunConfig, recipe: Recipe | None = None) -> list[OptimizerConfig]:
-    """The optimizer of the run itself, and beside it those of the recipe's grids; where it has none, the usual ones."""
+def contenders(base: RunConfig, recipe: Recipe | None = None, rates: Sequence[float] = ()) -> list[OptimizerConfig]:
+    """The optimizer of the run itself, and beside it those of the recipe's grids; where it has none, the usual ones.
+
+    Each once: where learning rates are given, two that differ in nothing but their own are the same.
+    """
     grids = [] if recipe is None else [grid.alone() for grid in recipe.grids.values()]
-    others = grids or [read_optimizer({"name": name}) for name in DEFAULT_OPTIMIZERS]
-    return [base.optimizer, *(other for other in others if other != base.optimizer)]
+    found: list[OptimizerConfig] = []
+    for each in (base.optimizer, *(grids or [read_optimizer({"name": name}) for name in DEFAULT_OPTIMIZERS])):
+        if not any(_same(each, other, but_for_rates=bool(rates)) for other in found):
+            found.append(each)
+    return found
+
+
+def _same(one: OptimizerConfig, other: OptimizerConfig, *, but_for_rates: bool) -> bool:
+    if one.name != other.name:
+        return False
+    return (one.with_lr(other.lr) if but_for_rates else one) == other
 
 
 def hold_out(run: RunConfig) -> RunConfig:

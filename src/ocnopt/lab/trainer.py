@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ocnopt import OCNOpt
 from ocnopt.baselines import BatchOptimizer
@@ -69,6 +70,7 @@ class Trainer:
         self.model = self.world.wrap(self.network)  # what is called; the same thing unless under torchrun
         with naming_key(f"optimizer {config.label}: "):
             self.optimizer = config.optimizer.build(self.network)
+        self.learn_times()
         if isinstance(self.optimizer, BatchOptimizer) and self.task is not CLASSIFICATION:
             raise ConfigError(f"optimizer {config.label} minimises a cross entropy, and {dataset.name} has no classes")
         self.is_adaptive = config.optimizer.options.get("alignment") == "adaptive"
@@ -91,6 +93,23 @@ class Trainer:
         self.watch = Stopwatch(torch.device(device))
         self.epoch_loss = MeanLoss(torch.device(device))
         self.last: Record = {}  # the record of the last complete epoch
+
+    def learn_times(self) -> None:
+        """Let the final times that are learned follow the steps of the optimizer; OCNOpt has seen to its own."""
+        blocks = [m for m in self.network.modules() if isinstance(m, NeuralODE) and m.horizon is not None]
+        if not blocks:
+            return
+        if self.world.size > 1:
+            raise ConfigError("network.learn_time: T follows the samples of one process, so not under torchrun")
+        if not isinstance(self.optimizer, Optimizer) or isinstance(self.optimizer, BatchOptimizer):
+            raise ConfigError(
+                f"network.learn_time must be 'off' with {self.config.optimizer.name}: T follows one backward pass and "
+                "one step a batch"
+            )
+        for block in blocks:
+            assert block.horizon is not None
+            if not block.horizon.followed:
+                block.horizon.follow(self.optimizer, list(block.field.parameters()))
 
     def train(self) -> Record:
         """Do what is left of the training, and return the ``final`` record."""

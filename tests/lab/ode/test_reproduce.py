@@ -83,6 +83,7 @@ def test_table2(tmp_path: Path) -> None:
         assert cell["options"]["lr"] == max(cell["grid"], key=lambda point: point["held_out"])["lr"]
         assert len(cell["tests"]) == 3
         assert cell["tests"][0] in [point["test"] for point in cell["grid"]]
+    assert finding.remarks[1].count("an end of its grid") == 6  # a grid of two has nothing between its ends
     losses = [cell["tests"] for cell in cells if cell["dataset"] == "Circle"]
     best = min(sum(each) / 3 for each in losses)
     assert set(finding.figures) == {"table2-dopri5.png", "samples-circle-dopri5.png"}
@@ -151,9 +152,10 @@ def test_the_time_to_a_result() -> None:
 def test_horizon(tmp_path: Path) -> None:
     finding = reproduce("horizon", Bench(tmp_path))
     arms = check_folder(tmp_path, "horizon", finding)
-    assert [arm["T"] for arm in arms] == [1.0, 0.75, 0.5, 0.2, 1.0, 0.2, 1.0, 0.2]
-    assert arms[0]["relative_time"] == [100.0, 100.0]
-    for arm in arms[4:]:
+    assert [arm["T"] for arm in arms] == [1.0, 0.75, 0.5, 0.2, 1.0, *[1.0, 0.2] * 3]
+    assert [arm["optimizer"] for arm in arms] == [*["ocnopt"] * 4, "adam", *["ocnopt"] * 4, *["adam"] * 2]
+    assert arms[0]["relative_time"] == arms[4]["relative_time"] == [100.0, 100.0]  # each against its own
+    for arm in arms[5:]:
         assert all(len(path) == 2 for path in arm["path"])  # a step each
         assert all(path[-1] != arm["T"] for path in arm["path"])
     assert [row[4:] for row in finding.rows if row[4] != "–"] == [["81", "77.82"], ["96", "76.61"]]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.lab.small import create
+from torch import nn
 from typer.testing import CliRunner
 
 from ocnopt.lab.cli import make_app
@@ -18,7 +19,17 @@ from ocnopt.lab.runs import Record, RunFolder, find_runs
 from ocnopt.lab.schema import ConfigError
 from ocnopt.lab.tables import draw, summarise
 from ocnopt.lab.tasks import DENSITY, score, show_score
-from ocnopt.lab.training import load_data, train
+from ocnopt.lab.trainer import Trainer
+from ocnopt.lab.training import Silence, load_data, train
+from ocnopt.lab.world import World
+
+
+class Pair(World):
+    """As if there were a second process."""
+
+    def wrap(self, network: nn.Module) -> nn.Module:
+        return network
+
 
 KRONECKER = {"name": "ocnopt", "curvature": "kronecker", "refresh_every": 3}
 
@@ -136,6 +147,25 @@ def test_horizons_are_on_record(tmp_path: Path) -> None:
     assert times[-1] < times[0] <= 1.0
     plain, _ = trained(tmp_path / "plain", images())
     assert all("horizons" not in record for record in plain.metrics("step"))
+
+
+@pytest.mark.parametrize("method", ["feedback", "first_order"])
+@pytest.mark.parametrize("name", ["adam", "sgdm", "ocnopt"])
+def test_every_optimizer_of_torch_learns_a_final_time(name: str, method: str, tmp_path: Path) -> None:
+    table = {**images(learn_time=method, time_penalty=1.0), "optimizer": {"name": name, "lr": 1e-3}}
+    run, _ = trained(tmp_path / "run", table)
+    times = [record["horizons"]["4"] for record in run.metrics("step")]
+    assert len(set(times)) == 4  # one move a step: nobody follows twice
+    assert 0.5 < times[-1] < times[0] < 1.0
+
+
+def test_final_times_that_nobody_can_learn_are_refused(tmp_path: Path) -> None:
+    table = {**images(learn_time="feedback"), "optimizer": {"name": "muon"}}
+    with pytest.raises(ConfigError, match=r"network\.learn_time must be 'off' with muon"):
+        trained(tmp_path / "run", table)
+    config = parse_run(images(learn_time="feedback") | {"optimizer": {"name": "adam"}})
+    with pytest.raises(ConfigError, match=r"network\.learn_time: T follows the samples of one process"):
+        Trainer(config, load_data(config.data), Silence(), world=Pair(0, 2))
 
 
 def test_a_solve_that_fails_ends_the_run(tmp_path: Path) -> None:

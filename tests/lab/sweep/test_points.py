@@ -1,10 +1,14 @@
 """Which runs a sweep consists of."""
 
+from dataclasses import asdict, dataclass, replace
+
 import pytest
 from tests.lab.sweep.recipes import TABLE, small_recipe
 
+from ocnopt.lab.config import DataConfig
 from ocnopt.lab.schema import ConfigError
 from ocnopt.lab.sweep import points_of
+from ocnopt.lab.sweep.points import Point
 
 
 def test_points_are_the_product_of_the_choices_and_the_seeds() -> None:
@@ -22,6 +26,18 @@ def test_key_depends_on_everything_that_decides_the_numbers() -> None:
     wider = {**TABLE["grids"], "sgdm": {"lr": [0.01, 0.1, 0.3, 0.5], "weight_decay": [0.0, 1e-3]}}
     assert keys.isdisjoint(longer)
     assert keys < {p.key for p in points_of(small_recipe(grids=wider))}
+
+
+def test_key_does_not_depend_on_what_is_left_at_its_default() -> None:
+    @dataclass(frozen=True)
+    class Grown(DataConfig):
+        colour: str = "grey"
+
+    (point, *_) = points_of(small_recipe())
+    grown = Grown(**asdict(point.config.data))
+    assert Point(point.grid, replace(point.config, data=grown)).key == point.key
+    assert Point(point.grid, replace(point.config, data=replace(grown, colour="red"))).key != point.key
+    assert Point(point.grid, replace(point.config, data=replace(grown, split_seed=1))).key != point.key
 
 
 def test_settings_are_never_chosen_on_the_test_set() -> None:

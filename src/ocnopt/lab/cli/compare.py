@@ -76,7 +76,8 @@ def command(
         refuse_torchrun("compare")
         place = find_device(device)
         if resume is None:
-            configs = vary(base := settings.run(), _optimizers(base, settings, optimizer), lr or [], seeds)
+            base, rates = settings.run(), lr or []
+            configs = vary(base, _optimizers(base, settings, optimizer, rates), rates, seeds)
             rehearse_all(configs, data_dir, download)
             out = out or shared.default_folder("compare", configs[0].data.name)
             folders = create_runs(out, configs)
@@ -90,9 +91,11 @@ def command(
         finish(out, outcomes, json_output)
 
 
-def _optimizers(base: RunConfig, settings: Settings, named: list[str] | None) -> list[OptimizerConfig]:
+def _optimizers(
+    base: RunConfig, settings: Settings, named: list[str] | None, rates: list[float]
+) -> list[OptimizerConfig]:
     if not named:
-        return contenders(base, None if settings.config is None else read_recipe(settings.config))
+        return contenders(base, None if settings.config is None else read_recipe(settings.config), rates)
     if any(text.startswith("optimizer.") for text in settings.overrides):
         raise ConfigError("--set optimizer.KEY is for the optimizer of the recipe: write --optimizer NAME:KEY=VALUE")
     return [parse_optimizer(spec) for spec in named]

@@ -9,7 +9,7 @@ from typing import Any
 
 from ocnopt.lab.reproduce import continuous, ode_figures
 from ocnopt.lab.reproduce.bench import Bench, Finding
-from ocnopt.lab.reproduce.continuous import METHODS, TITLES, Column, Found
+from ocnopt.lab.reproduce.continuous import METHODS, TITLES, Column, Found, Place
 from ocnopt.lab.runs import RunFolder
 from ocnopt.lab.tasks import score
 
@@ -52,7 +52,7 @@ def run(bench: Bench) -> Finding:
 
 
 Curve = Mapping[str, list[float]]
-Curves = Mapping[tuple[str, str], Sequence[Curve]]
+Curves = Mapping[Place, Sequence[Curve]]
 
 
 def curve(run: RunFolder) -> dict[str, list[float]]:
@@ -86,7 +86,7 @@ def _adams(column: Column, curves: Curves) -> float:
     return mean(each["test"][-1] for each in curves[column.key, "adam"])
 
 
-def _cells(column: Column, method: str, found: Mapping[tuple[str, str], Found], curves: Curves) -> list[str]:
+def _cells(column: Column, method: str, found: Mapping[Place, Found], curves: Curves) -> list[str]:
     own, adam = curves[column.key, method], curves[column.key, "adam"]
     reached = _reached(own, _adams(column, curves))
     value = mean(found[column.key, method].tests())

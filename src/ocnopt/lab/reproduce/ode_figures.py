@@ -8,10 +8,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from ocnopt.lab.reproduce.continuous import METHODS, TITLES, Column, Found
+from ocnopt.lab.reproduce.continuous import METHODS, TITLES, Column, Found, Place
 from ocnopt.lab.reproduce.figures import COLORS, figure
-
-Place = tuple[str, str]
 
 
 def _unit(column: Column) -> str:
@@ -90,9 +88,11 @@ def draw_clock(
 
 
 def draw_horizons(
-    path: Path, fixed: Mapping[float, tuple[float, float]], learned: Mapping[str, Sequence[Sequence[float]]]
+    path: Path,
+    fixed: Mapping[float, tuple[float, float]],
+    learned: Sequence[tuple[str, str, str, Sequence[Sequence[float]]]],
 ) -> None:
-    """Left: time and accuracy against a fixed T. Right: T after every step; dashed is the first-order method."""
+    """Left: time and accuracy against a fixed T. Right: T after every step, by name, style, optimizer and seeds."""
     with figure(path, 1, 2, 4.4, 3.2) as axes:
         left, right = axes[0]
         T = sorted(fixed)
@@ -102,14 +102,13 @@ def draw_horizons(
         other = left.twinx()
         other.plot(T, [fixed[t][1] for t in T], "s-", color=COLORS["ocnopt"])
         other.set_ylabel("test accuracy %", color=COLORS["ocnopt"])
-        for name, paths in learned.items():
-            first_order = name.startswith("adjoint")
+        for name, style, optimizer, paths in learned:
             for k, values in enumerate(paths):
                 right.plot(
                     range(1, len(values) + 1),
                     values,
-                    "--" if first_order else "-",
-                    color=COLORS["adam"] if first_order else COLORS["ocnopt"],
+                    style,
+                    color=COLORS[optimizer],
                     alpha=0.7 if k else 1.0,
                     label=name if k == 0 else None,
                 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from ocnopt.lab.reproduce import continuous, ode_figures
 from ocnopt.lab.reproduce.bench import Bench, Finding
-from ocnopt.lab.reproduce.continuous import METHODS, TITLES, Column, Found
+from ocnopt.lab.reproduce.continuous import METHODS, TITLES, Column, Found, Place
 
 #: where nothing else is asked for at the quick scale: one of each kind
 QUICK_COLUMNS = ("mnist", "artwr", "circle")
@@ -43,7 +43,7 @@ def run(bench: Bench) -> Finding:
     )
 
 
-Points = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
+Points = Mapping[Place, Sequence[Mapping[str, Any]]]
 
 
 def _points(found: Found) -> list[dict[str, Any]]:

@@ -14,13 +14,13 @@ from ocnopt.lab.data import find_entry
 from ocnopt.lab.models import Flow, build
 from ocnopt.lab.reproduce import continuous, ode_figures
 from ocnopt.lab.reproduce.bench import Bench, Finding
-from ocnopt.lab.reproduce.continuous import METHODS, TITLES, Column, Found
+from ocnopt.lab.reproduce.continuous import METHODS, TITLES, Column, Found, Place
 from ocnopt.lab.reproduce.tuning import spread
 from ocnopt.lab.reproduce.verdict import deviation, exceeds
 from ocnopt.lab.runs import RunFolder
 from ocnopt.ode import SolverError
 
-Findings = Mapping[tuple[str, str], Found]
+Findings = Mapping[Place, Found]
 
 
 def run(bench: Bench) -> Finding:
@@ -132,8 +132,9 @@ def _verdict(columns: Sequence[Column], found: Findings, solver: str) -> str:
 
 
 def _choices(columns: Sequence[Column], found: Findings) -> str:
-    chosen = [
-        f"{column.dataset}: {', '.join(f'{TITLES[m]} {found[column.key, m].best.lr:g}' for m in METHODS)}"
-        for column in columns
-    ]
+    def show(column: Column, method: str) -> str:
+        here = found[column.key, method]
+        return f"{TITLES[method]} {here.best.lr:g}{' (an end of its grid)' if here.is_at_an_end else ''}"
+
+    chosen = [f"{column.dataset}: {', '.join(show(column, method) for method in METHODS)}" for column in columns]
     return f"Chosen learning rates. {'; '.join(chosen)}."

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
 from ocnopt.lab.comparison import hold_out
-from ocnopt.lab.config import RunConfig
+from ocnopt.lab.config import DataConfig, RunConfig, TrainingConfig
 from ocnopt.lab.recipes import Grid, Recipe
 from ocnopt.lab.schema import ConfigError, Scalar
 
@@ -24,13 +24,17 @@ class Point:
 
     @cached_property
     def key(self) -> str:
-        """What makes it the same point after a restart, on another machine, or after the recipe was edited."""
-        return f"{self.grid.key}-{_digest(self.config.table())}"
+        """What makes it the same point after a restart, on another machine, or after the recipe was edited.
+
+        What the data and the training leave at its default is not part of it, so they may gain options. Every option
+        of the optimizer is, since its defaults may change: one that gains an option makes new points.
+        """
+        return f"{self.grid.key}-{_digest(self.config)}"
 
     @cached_property
     def setting(self) -> str:
         """The same for all seeds."""
-        return f"{self.grid.key}-{_digest(self.config.with_seed(0).table())}"
+        return f"{self.grid.key}-{_digest(self.config.with_seed(0))}"
 
     @property
     def values(self) -> dict[str, Scalar]:
@@ -65,5 +69,11 @@ def points_of(recipe: Recipe, *, grids: Sequence[str] = (), seeds: Iterable[int]
     ]
 
 
-def _digest(table: dict[str, Any]) -> str:
+def _digest(config: RunConfig) -> str:
+    table = {**config.table(), "data": _chosen(config.data), "training": _chosen(config.training)}
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _chosen(part: DataConfig | TrainingConfig) -> dict[str, Any]:
+    """The fields that are not at their defaults."""
+    return {f.name: value for f in fields(part) if (value := getattr(part, f.name)) != f.default}
