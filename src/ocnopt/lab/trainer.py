@@ -31,6 +31,9 @@ __all__ = ["Journal", "Trainer", "evaluate", "loss_of", "take_step"]
 #: samples per forward pass of an evaluation
 _EVALUATION = 1024
 
+#: no run comes back from a loss that is so many times that of guessing, and a solver may take minutes for a step there
+_HOPELESS = 1e3
+
 
 class Journal(Protocol):
     """Where a trainer writes."""
@@ -243,8 +246,8 @@ class Trainer:
         return {"rounds": bandit.rounds, **chances}
 
     def is_hopeless(self) -> bool:
-        """Whether the network no longer computes anything."""
-        return bool(self.last) and not math.isfinite(self.last["test_loss"])
+        """Whether what the network computes has nothing to do with the data any more."""
+        return bool(self.last) and not self.last["test_loss"] <= _HOPELESS * self.task.guessing(self.data)  # also NaN
 
     def has_diverged(self) -> bool:
         """Whether training ended with a loss that is twice that of guessing, or none at all."""
