@@ -172,6 +172,13 @@ def test_worse_than_guessing_counts_as_diverged() -> None:
         assert trainer.has_diverged() is diverged
 
 
+def test_a_run_ends_where_its_loss_has_nothing_to_do_with_the_data() -> None:
+    trainer, _ = run(small_run())
+    for loss, hopeless in ((0.1, False), (1090.0, False), (1110.0, True), (float("nan"), True)):  # 1000 ln 3 = 1098.6
+        trainer.last["test_loss"] = loss
+        assert trainer.is_hopeless() is hopeless
+
+
 def test_a_network_that_does_not_fit_is_refused_by_its_key() -> None:
     config = replace(small_run(), network=replace(small_run().network, name="cnn", options={}))
     with pytest.raises(ConfigError, match=r"^network\.input_shape must be"):

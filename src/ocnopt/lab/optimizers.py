@@ -149,7 +149,8 @@ def _of_class(title: str, cls: Callable[..., Optimizer]) -> Kind:
     def build(model: nn.Module, **options: Any) -> Optimizer:
         return cls(model.parameters(), model=model, **options)
 
-    options = options_of(cls, skip=("params", "model", "loss_fn", "maximize"))
+    elsewhere = ("params", "model", "loss_fn", "maximize", "accumulate", "process_group")  # what the trainer decides
+    options = options_of(cls, skip=elsewhere)
     return Kind(title, build, options, looks_inside=True)
 
 

@@ -70,13 +70,11 @@ class Option:
 def options_of(function: Callable[..., Any], skip: Iterable[str] = ()) -> dict[str, Option]:
     """The keyword arguments that a configuration may set, in the order of the signature."""
     target = function.__init__ if inspect.isclass(function) else function
-    hints = get_type_hints(target, include_extras=True)
-    parameters = inspect.signature(function).parameters
-    return {
-        name: Option(hints[name], MISSING if p.default is p.empty else p.default)
-        for name, p in parameters.items()
-        if name not in skip
-    }
+    wanted = {name: p for name, p in inspect.signature(function).parameters.items() if name not in skip}
+    # of the others the types need not even be known here
+    annotations = types.SimpleNamespace(__annotations__={name: target.__annotations__[name] for name in wanted})
+    hints = get_type_hints(annotations, target.__globals__, include_extras=True)
+    return {name: Option(hints[name], MISSING if p.default is p.empty else p.default) for name, p in wanted.items()}
 
 
 def read_options(options: Mapping[str, Option], table: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from ocnopt.lab.recipes import list_recipes, read_recipe
 from ocnopt.lab.reproduce import Bench, Finding, continuous, convergence, horizon, reproduce, sensitivity
 from ocnopt.lab.reproduce.continuous import COLUMNS, METHODS, Column, Quick
 from ocnopt.lab.reproduce.table2 import trained_flow
-from ocnopt.lab.runs import find_runs
+from ocnopt.lab.runs import RunFolder, find_runs
 from ocnopt.lab.schema import ConfigError
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -94,6 +94,17 @@ def test_table2(tmp_path: Path) -> None:
     before = {run.path: run.metrics_path.stat().st_mtime_ns for run in runs}
     assert reproduce("table2", bench).rows == finding.rows
     assert {run.path: run.metrics_path.stat().st_mtime_ns for run in find_runs([tmp_path])} == before
+
+
+def test_of_two_settings_that_answer_as_much_the_surer_is_chosen(tmp_path: Path) -> None:
+    def run(name: str, accuracy: float, loss: float | None) -> RunFolder:
+        folder = RunFolder.create(tmp_path / name, {})
+        record = {"kind": "epoch", "validation_accuracy": accuracy, "validation_loss": loss}
+        folder.metrics_path.write_text(json.dumps(record) + "\n")
+        return folder
+
+    runs = [run("lost", 0.5, None), run("less", 0.4, 0.1), run("sure", 0.5, 0.2), run("unsure", 0.5, 0.3)]
+    assert [folder.name for folder in sorted(runs, key=continuous.rank)] == ["less", "lost", "unsure", "sure"]
 
 
 @pytest.mark.usefixtures("small")
