@@ -152,22 +152,31 @@ class Tape:
         if need.flow or need.states:
             self._follower.begin(model, tensors(given))
 
-    def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         flow = self._follower.end(output, self._current)
         this, self._current, self._open = self._current, None, []
         if this is None:
-            return
+            return None
         self.order, self.flow, this.flow = this.order, flow, flow
         if not self.need().states:
-            return
+            return None
         outputs = floating(output)
         nodes = [t.grad_fn for t in outputs if t.grad_fn is not None]
         this.chain = self._chain = self._is_chain(tuple(this.order), nodes)
         this.outputs, this.output_versions = [t.detach() for t in outputs], versions_of(outputs)
-        for i, t in enumerate(outputs):
-            if t.grad_fn is not None and not any(t is other for other in outputs[:i]):
-                t.register_hook(_adder(this.D, i, this.sinks))
         self._graph = []
+        numbers = iter(range(len(outputs)))
+
+        def alias(t: Tensor) -> Tensor:
+            """Its gradient is that of what happens outside: a loss inside the model may read the same tensor."""
+            i = next(numbers) if t.is_floating_point() else -1
+            if t.grad_fn is None or i < 0:
+                return t
+            t = t.view_as(t)
+            t.register_hook(_adder(this.D, i, this.sinks))
+            return t
+
+        return mapped(alias, output)
 
     # --- its modules ---
 
