@@ -86,7 +86,7 @@ def two_equal_one_with_the_model_shown(rank: int) -> None:
 
 def two_equal_one_with_everything_else(rank: int) -> None:
     assert_two_equal_one(rank, {**PLAIN[0], "weight_decay": 0.1, "ema": False, "nesterov": True})
-    assert_two_equal_one(rank, {**PLAIN[-1], "weight_decay": 0.1, "decoupled_weight_decay": True})
+    assert_two_equal_one(rank, {**PLAIN[3], "weight_decay": 0.1, "decoupled_weight_decay": True})
     assert_two_equal_one(rank, {**PLAIN[0], "players": 2, "maximize": True, "momentum": 0.0})
 
 
