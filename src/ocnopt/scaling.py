@@ -78,5 +78,12 @@ def _ratio(then: Tensor, now: Tensor) -> Tensor:
     size = then @ then
     ratio = torch.where(size > 0, (now @ then) / size, 1.0)
     uniform = torch.linalg.vector_norm(now - ratio * then) <= 1e-3 * torch.linalg.vector_norm(now)
-    power = torch.exp2(torch.log2((now / then).nanmedian()).round())
+    power = torch.exp2(torch.log2(_middle(now / then)).round())
     return torch.where(uniform, ratio, power).nan_to_num(1.0, 1.0, 1.0)
+
+
+def _middle(values: Tensor) -> Tensor:
+    """The median of what is finite, without waiting for the device as ``nanmedian`` may."""
+    ordered = torch.where(values.isfinite(), values, torch.inf).sort().values
+    place = ((values.isfinite().sum() - 1) // 2).clamp_min(0)
+    return ordered.index_select(0, place.reshape(1)).squeeze()

@@ -25,7 +25,8 @@ class Skips:
         if self.total is None or self._first_bad is None:
             self.total, self._first_bad = torch.zeros_like(bad), torch.full_like(bad, -1)
         place = problem.finite.to(bad.dtype).argmin()
-        first = torch.where(problem.finite.all(), -1.0, self._code(problem)[place])
+        code = self._code(problem).index_select(0, place.reshape(1)).squeeze()  # an index in brackets would be read
+        first = torch.where(problem.finite.all(), -1.0, code)
         self.total = self.total + bad
         self._first_bad = torch.where(bad.bool(), first, self._first_bad)
 
