@@ -52,7 +52,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(continuous, "QUICK_GRIDS", grids)
     for module in (sensitivity, convergence):
         monkeypatch.setattr(module, "QUICK_COLUMNS", ("circle",))
-    monkeypatch.setattr(horizon, "PARTS", (horizon.Part("conv_ode", "DIGITS"),))
+    monkeypatch.setattr(horizon, "PARTS", (horizon.Part("conv_ode", "DIGITS", "mnist"),))
 
 
 def check_folder(folder: Path, name: str, finding: Finding) -> Any:
