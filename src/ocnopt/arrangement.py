@@ -132,6 +132,8 @@ class Arrangement:
             return None, "state='accumulated'"
         if this.fixed or flow.why_fixed:
             return None, this.fixed or flow.why_fixed
+        if this.outputs_changed():
+            return None, "an output of the model was overwritten in place after the pass"
         try:
             verify(flow, tape, this)
             live = None if flow.fixed else Live(flow, placed.placement, placed.edges, tape, this)

@@ -193,6 +193,18 @@ class Weighed(Net):
         return z + first[:, None] * self.b(z) / (1 + z.detach().abs().max().item())
 
 
+class Placed(Net):
+    """Positions are a buffer, as in BERT: the input of one layer is never computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(1, WIDTH)
+        self.register_buffer("position", torch.zeros(1, dtype=torch.long))
+
+    def block(self, z: Tensor) -> Tensor:
+        return super().block(z + self.positions(self.position))
+
+
 NETS: dict[str, Callable[[], nn.Module]] = {
     "plain": Net,
     "pre-hook": lambda: Hooked(True),
@@ -213,6 +225,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "routed": Routed,
     "weighed": Weighed,
     "views": Views,
+    "positions in a buffer": Placed,
 }
 nets = pytest.mark.parametrize("name", NETS)
 
@@ -421,3 +434,10 @@ def test_time_first_and_as_many_samples_as_times() -> None:
     cross_entropy(model(x), y).backward()
     opt.step()
     assert "it cannot be told whether dimension 0" in str(opt.game.why_accumulated)
+
+
+def test_a_buffer_that_is_put_back_is_not_overwritten() -> None:
+    model, opt = make(Placed)
+    for seed in range(12):
+        step(model, opt, seed)
+        assert opt.game.why_accumulated is None

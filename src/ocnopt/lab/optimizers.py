@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ocnopt import OCNOpt
-from ocnopt.arguments import why_model
+from ocnopt.arguments import why_not_together
 from ocnopt.baselines import DDP, EKFAC, EMSA
 from ocnopt.lab.schema import ConfigError, Fraction, NonNegative, Option, Positive, Scalar, options_of, read_options
 
@@ -201,13 +201,10 @@ class OptimizerConfig:
         return self.kind.build(model, **self.options)
 
     def why_alone(self) -> str | None:
-        """Why it cannot share a batch with other processes, or ``None`` where all it needs is ``p.grad``."""
-        if not self.kind.looks_inside:
-            return None
-        if self.options.get("alignment") in ("random", "adaptive"):
-            return f"alignment={self.options['alignment']!r} is drawn anew in every process"
-        what = why_model(self.options) if self.name == "ocnopt" else self.kind.title
-        return what and f"{what} looks at single layers and samples of the batch"
+        """Why it cannot share a batch with other processes, or ``None``."""
+        if self.name == "ocnopt":
+            return why_not_together(self.options)
+        return f"{self.kind.title} looks at single layers and samples of the batch" if self.kind.looks_inside else None
 
 
 def read_optimizer(table: Mapping[str, Any], where: str = "optimizer") -> OptimizerConfig:

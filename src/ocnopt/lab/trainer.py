@@ -73,6 +73,8 @@ class Trainer:
         self.model = self.world.wrap(self.network)  # what is called; the same thing unless under torchrun
         with naming_key(f"optimizer {config.label}: "):
             self.optimizer = config.optimizer.build(self.network)
+        if isinstance(self.optimizer, OCNOpt) and self.world.size > 1:
+            self.optimizer.attach(self.model)  # this tells which processes train it together
         self.learn_times()
         if isinstance(self.optimizer, BatchOptimizer) and self.task is not CLASSIFICATION:
             raise ConfigError(f"optimizer {config.label} minimises a cross entropy, and {dataset.name} has no classes")
