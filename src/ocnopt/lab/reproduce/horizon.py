@@ -89,7 +89,7 @@ def run(bench: Bench) -> Finding:
     times = {arm: _relative_time(found, arm) for arm in ARMS}
     fixed = {arm.T: (mean(times[arm]), mean(map(test_accuracy, found[arm]))) for arm in FIXED}
     styles = {arm: ("--" if arm.method == "first_order" else "-", arm.optimizer) for arm in LEARNED}
-    ode_figures.draw_horizons(figure, fixed, [(arm.name, *styles[arm], paths[arm]) for arm in LEARNED])
+    ode_figures.draw_horizons(figure, fixed, [(arm.title, *styles[arm], paths[arm]) for arm in LEARNED])
     return Finding(
         title="Table IV: the final time of a Neural ODE, learned",
         setting=_describe(part, bench, seeds),

@@ -92,7 +92,7 @@ def draw_horizons(
     fixed: Mapping[float, tuple[float, float]],
     learned: Sequence[tuple[str, str, str, Sequence[Sequence[float]]]],
 ) -> None:
-    """Left: time and accuracy against a fixed T. Right: T after every step, by name, style, optimizer and seeds."""
+    """Left: time and accuracy against a fixed T. Right: T after every step, by title, style, optimizer and seeds."""
     with figure(path, 1, 2, 4.4, 3.2) as axes:
         left, right = axes[0]
         T = sorted(fixed)
@@ -102,7 +102,8 @@ def draw_horizons(
         other = left.twinx()
         other.plot(T, [fixed[t][1] for t in T], "s-", color=COLORS["ocnopt"])
         other.set_ylabel("test accuracy %", color=COLORS["ocnopt"])
-        for name, style, optimizer, paths in learned:
+        titles: set[str] = set()  # from wherever T begins, it is the same method
+        for title, style, optimizer, paths in learned:
             for k, values in enumerate(paths):
                 right.plot(
                     range(1, len(values) + 1),
@@ -110,11 +111,12 @@ def draw_horizons(
                     style,
                     color=COLORS[optimizer],
                     alpha=0.7 if k else 1.0,
-                    label=name if k == 0 else None,
+                    label=None if title in titles else title,
                 )
+                titles.add(title)
         right.set_xlabel("step")
         right.set_ylabel("T, learned")
-        right.legend(fontsize=7)
+        right.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(titles))
         for ax in (left, right):
             ax.grid(alpha=0.3)
 
