@@ -10,8 +10,7 @@ from ocnopt.diagnostics import Diagnostics, LayerReport
 from ocnopt.groups import Groups
 from ocnopt.layers import Adapter, Call, Recompute, register
 from ocnopt.optimizer import OCNOpt
-
-__version__ = "0.1.0"
+from ocnopt.version import __version__ as __version__
 
 __all__ = [
     "Adapter",

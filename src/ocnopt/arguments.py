@@ -61,7 +61,7 @@ def _flag(value: Any) -> bool:
 
 
 _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "lr": (_is_lr, "a number ≥ 0, also as a tensor with one element"),
+    "lr": (_is_lr, "a number ≥ 0 (Tensor lr must be 1-element)"),
     "curvature": (
         lambda v: isinstance(v, Curvature) or (isinstance(v, str) and v in BY_NAME),
         "one of 'identity', 'adaptive', 'kronecker' or a Curvature",

@@ -30,7 +30,8 @@ def passes_of(tape: Tape, group: Mapping[str, Any]) -> list[Pass]:
     if tape.folded is None and all(this.batch is None for this in passes):
         raise RuntimeError(
             f"{what} needs a forward and backward pass of the attached model itself since it was asked for and "
-            f"since the last step; none was seen"
+            f"since the last step; none was seen (attach the model before torch.compile, or at least before the "
+            f"compiled model first runs)"
         )
     alone = next((record.name for record in tape.records if record.origin.batch is None), None)
     if alone is not None:

@@ -8,37 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ocnopt.chain import Ends, is_chain
 from ocnopt.distributed import World
 from ocnopt.environment import Autocast, Environment
 from ocnopt.games.flow import Flow, innermost
 from ocnopt.games.following import Follower
+from ocnopt.hooks import Hook, Hooks, Others
 from ocnopt.hosts import Host
 from ocnopt.records import Folded, Need, Pass, Record, Rollout, Sinks, detached, floating, versions_of
-from ocnopt.rng import RNGState
+from ocnopt.rng import AllRNG, RNGState
 from ocnopt.scaling import Scaling
 from ocnopt.trees import mapped, tensors
-
-
-class Hook:
-    """A hook on this very model: in a copy or a pickle of the model (an EMA network, say) it does nothing."""
-
-    def __init__(self, act: Callable[..., Any] | None = None) -> None:
-        self.act = act
-
-    def __call__(self, *args: Any) -> Any:
-        return None if self.act is None else self.act(*args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
-        return Hook()
-
-    def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
-        return Hook, ()
 
 
 class Tape:
@@ -64,17 +50,20 @@ class Tape:
         self._chains: dict[tuple[Any, ...], bool] = {}
         self._chain = False  # was the last pass one?
         self._left_alone: set[str] = set()  # modules whose outputs nobody overwrites in place
+        self._others = Others(model)
+        self._task = -1  # the backward pass that the last adjoint came with
         self._handles = [
             model.register_forward_pre_hook(Hook(self._begin), with_kwargs=True, prepend=True),
             model.register_forward_hook(Hook(self._end), always_call=True),  # also when the model raises
         ]
         self._scaling = Scaling(model, lambda: self.need().calls or self.need().states)
         self._handles += self._scaling.handles
+        self._places: list[tuple[nn.Module, RemovableHandle, RemovableHandle]] = []
         for name, module in modules.items():
-            self._handles += [
-                module.register_forward_pre_hook(Hook(self._before(name)), with_kwargs=True),
-                module.register_forward_hook(Hook(self._after(name)), prepend=True),
-            ]
+            before = module.register_forward_pre_hook(Hook(self._before(name)), with_kwargs=True)
+            after = module.register_forward_hook(Hook(self._after(name)), prepend=True)
+            self._places.append((module, before, after))
+            self._handles += [before, after]
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -101,6 +90,7 @@ class Tape:
         self.forget()
         self._scaling.clear()
         self._follower.clear()
+        self._others.rest()
 
     def forget(self) -> None:
         """The records alone."""
@@ -142,11 +132,15 @@ class Tape:
             self.clear()  # the gradients of earlier passes are gone, so their records are of no use
         elif self.records:
             self.before_pass()
+        if need.calls or need.states:  # then the model may run again
+            self._keep_places()
+            self._others.watch()
         given = args, kwargs
         args, kwargs = detached(given)
         self._current = Pass(_batch_size(args, kwargs), args, kwargs, versions_of((args, kwargs)))
         self._current.turn, self._turns = self._turns, self._turns + 1
         self._current.autocast = Autocast.capture(model)
+        self._current.rng = AllRNG.capture(devices_of(model)) if need.calls or need.states else None
         if need.states:
             self._current.environment = Environment.capture(model)
         if need.flow or need.states:
@@ -155,8 +149,13 @@ class Tape:
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         flow = self._follower.end(output, self._current)
         this, self._current, self._open = self._current, None, []
+        idle = self._others.rest()
         if this is None:
             return None
+        this.idle = idle
+        self._keep_places()
+        if this.environment is not None:
+            this.environment.idle = idle
         self.order, self.flow, this.flow = this.order, flow, flow
         if not self.need().states:
             return None
@@ -173,10 +172,37 @@ class Tape:
             if t.grad_fn is None or i < 0:
                 return t
             t = t.view_as(t)
-            t.register_hook(_adder(this.D, i, this.sinks))
+            t.register_hook(self._terminal(this, i))
             return t
 
         return mapped(alias, output)
+
+    def _terminal(self, this: Pass, i: int) -> Callable[[Tensor], None]:
+        """The hook of output i of the model."""
+        add = _adder(this.D, i, this.sinks)
+
+        def hook(D: Tensor) -> None:
+            if trains(this.sinks):
+                self._notice_backward()
+                add(D)
+
+        return hook
+
+    def _notice_backward(self) -> None:
+        """What was there before a backward pass that starts from gradients of nothing (``model.zero_grad()``) is of no
+        use.
+        """
+        task = torch._C._current_graph_task_id()
+        if task != self._task and self._scaling.gone():
+            self.clear()
+        self._task = task
+
+    def _keep_places(self) -> None:
+        for module, before, after in self._places:
+            self._others.keep_places(module, before.id, after.id)
+        first, last = self._handles[:2]
+        cast(Hooks, self.model._forward_pre_hooks).move_to_end(first.id, last=False)
+        cast(Hooks, self.model._forward_hooks).move_to_end(last.id)
 
     # --- its modules ---
 
@@ -254,6 +280,7 @@ class Tape:
         def hook(h: Tensor) -> None:
             if not trains(record.sinks):
                 return
+            self._notice_backward()
             if not record.h:
                 self.records.append(record)
                 for each in keep:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from ocnopt.rng import RNGState
+from ocnopt.hooks import Others
+from ocnopt.rng import AllRNG
 
 
 class Buffers:
@@ -64,28 +65,33 @@ def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
 
 @dataclass
 class Environment:
-    """Random numbers, buffers, training mode and autocast."""
+    """Random numbers, buffers, training mode, autocast and the hooks of others."""
 
-    rng: RNGState
+    rng: AllRNG
     buffers: Buffers
     modes: list[tuple[nn.Module, bool]]
     autocast: Autocast
     model: nn.Module
+    idle: frozenset[int] = field(default_factory=frozenset)  # hooks that are not to be called again
 
     @classmethod
     def capture(cls, model: nn.Module) -> Environment:
-        rng = RNGState.capture({p.device for p in model.parameters()})
+        rng = AllRNG.capture({p.device for p in model.parameters()})
         return cls(rng, Buffers(model), _modes(model), Autocast.capture(model), model)
 
     @contextlib.contextmanager
     def repeated(self) -> Iterator[None]:
-        """Run a block as the captured pass ran, without gradients, then leave everything as it was found."""
-        found, modes = Buffers(self.model), _modes(self.model)
-        with torch.no_grad(), self.rng.restored(), self.autocast.restored():
+        """Run a block as the captured pass ran, without gradients, then leave everything as it was found.
+
+        Nothing is compiled in it: what is cached would be used when the hooks are to be called again.
+        """
+        found, modes, quiet = Buffers(self.model), _modes(self.model), Others(self.model).silent(self.idle)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), self.rng.restored(), self.autocast.restored():
             try:
                 self.buffers.restore()
                 _set_modes(self.modes)
-                yield
+                with quiet:
+                    yield
             finally:
                 found.restore()
                 _set_modes(modes)

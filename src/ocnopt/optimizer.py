@@ -15,12 +15,13 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from ocnopt import arguments, shards
 from ocnopt.arrangement import Arrangement, passes_of
 from ocnopt.capture import Tape
-from ocnopt.curvature import BY_NAME, Curvature
+from ocnopt.checkpoints import Loading, complete
+from ocnopt.curvature import Curvature
 from ocnopt.diagnostics import Diagnostics
 from ocnopt.distributed import World, check_known, check_steps, unwrapped
 from ocnopt.fallbacks import Fallbacks
 from ocnopt.folding import fold, samples_of
-from ocnopt.games.alignment import Aligner, Alignment, Rules, plain, rules_of
+from ocnopt.games.alignment import Aligner, Alignment, Rules, rules_of
 from ocnopt.games.game import Game
 from ocnopt.hosts import Host
 from ocnopt.linalg import without_autocast
@@ -29,8 +30,9 @@ from ocnopt.play import Snapshot, play
 from ocnopt.players import Player, find_uses, resolve
 from ocnopt.problem import pose
 from ocnopt.records import Folded, Need
+from ocnopt.rehearsal import is_rehearsal, rehearse
 from ocnopt.remeasure import Remeasure
-from ocnopt.rng import RNGState
+from ocnopt.rng import AllRNG
 from ocnopt.roster import Roster
 from ocnopt.skips import Skips
 from ocnopt.summary import summarise
@@ -146,6 +148,7 @@ class OCNOpt(Optimizer):
         self._model: nn.Module | None = None
         self._wrapper: Callable[[], nn.Module | None] = lambda: None  # a DistributedDataParallel around it, if alive
         self._world: World | None = None  # None: nobody has said
+        self._loading: Loading | None = None
         self._tape: Tape | None = None
         self._unhook: weakref.finalize[..., OCNOpt] | None = None  # takes the hooks off, at the latest when this dies
         self._roster = Roster()
@@ -167,11 +170,15 @@ class OCNOpt(Optimizer):
             self._reset()
             learned = state.pop("_learned", {})
         super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch adds it to all optimizers, and this one is not
         if learned:
             self._aligner.load_state_dict(learned, self._rules)
         for group in self.param_groups:  # of an older version, which did not know all the arguments
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
+        if self._loading is not None:
+            self._loading.finish()
+            self._roster, self._due = Roster(), None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         before = len(self.param_groups)
@@ -271,13 +278,15 @@ class OCNOpt(Optimizer):
         """One step. The closure, if any, is called once, with gradients enabled, and its loss returned."""
         loss, rng = None, None
         if closure is not None:
-            rng = RNGState.capture({p.device for p in self._parameters})
+            rng = AllRNG.capture({p.device for p in self._parameters})
             with torch.enable_grad():
                 loss = closure()
         self._check()
         try:
             players = self._roster.acting(self.param_groups, self._model, self._fallbacks)
-            if players:
+            if players and not self._seen() and is_rehearsal(self.param_groups, self.state):
+                rehearse(players, self.param_groups[0], self.state)
+            elif players:
                 with without_autocast():
                     self._step(players, loss, closure, rng)
         finally:
@@ -350,12 +359,14 @@ class OCNOpt(Optimizer):
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
+    def _seen(self) -> bool:
+        """Did the hooks see a backward pass?"""
+        return self._tape is not None and bool(self._tape.records)
+
     def _players(self) -> list[Player]:
         return self._roster.players(self.param_groups, self._model)
 
-    def _step(
-        self, players: list[Player], loss: Any, closure: Callable[[], float] | None, rng: RNGState | None
-    ) -> None:
+    def _step(self, players: list[Player], loss: Any, closure: Callable[[], float] | None, rng: AllRNG | None) -> None:
         group = self.param_groups[0]
         world = self._talking_to(loss)
         passes = [] if self._tape is None else passes_of(self._tape, group)
@@ -368,6 +379,8 @@ class OCNOpt(Optimizer):
         stages, live = self._arrangement.arrange(players, passes, samples, group, self._need(), self._tape, world)
         if self._need().flow or self._need().states:
             world.must_agree(f"{stages.modules} {stages.stage_of}", "do not run the same layers in the same order")
+        if self._need().flow and self._tape is not None and not self._tape.order:
+            self._fallbacks.say("the model", "none of its forward passes was seen", "layers act as they are defined")
         if group["feedback"] == "nonlinear":
             self._fallbacks.uncalled(p for p in players if stages.of(p) in stages.uncalled)
         records = self._tape.records if self._tape is not None else []
@@ -447,40 +460,22 @@ class OCNOpt(Optimizer):
     # --- checkpoints ---
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; a curvature of your own is saved by its name."""
-        saved = super().state_dict()
-        for group in saved["param_groups"]:
-            if isinstance(group["curvature"], Curvature):
-                group["curvature"] = group["curvature"].name
-            group["alignment"] = plain(group["alignment"])
-        if aligner := self._aligner.state_dict():
-            saved["game"] = aligner
-        return saved
+        """As torch's, and which version wrote it; a curvature of your own is saved by its name."""
+        mine = self.register_state_dict_post_hook(lambda _, saved: complete(self, saved), prepend=True)  # others see it
+        try:
+            return super().state_dict()
+        finally:
+            mine.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, except that state keeps its precision: float32 averages of bfloat16 weights stay float32."""
-        mine = [resolve(g["curvature"]) for g in self.param_groups]
-        theirs = [g.get("curvature") for g in state_dict["param_groups"]]
-        for name, curvature in zip(theirs, mine, strict=False):  # another number of groups is torch's to refuse
-            if name is not None and name not in BY_NAME and name != curvature.name:
-                raise ValueError(f"the checkpoint has curvature {name!r}, this optimizer {curvature.name!r}")
-        rules = [g["alignment"] for g in self.param_groups]
-        super().load_state_dict(state_dict)
-        for group, curvature, rule in zip(self.param_groups, mine, rules, strict=True):
-            if group["curvature"] not in BY_NAME:
-                group["curvature"] = curvature
-            if plain(rule) == group["alignment"]:
-                group["alignment"] = rule  # with its reward and its bandit
-        self._aligner.load_state_dict(state_dict.get("game", {}), self._rules)
-        order = [i for g in state_dict["param_groups"] for i in g["params"]]
-        clocks: dict[tuple[float, torch.device], Tensor] = {}
-        for i, p in zip(order, self._parameters, strict=True):
-            for key, value in state_dict["state"].get(i, {}).items():
-                if isinstance(value, Tensor):
-                    self.state[p][key] = value.to(p.device, copy=True)
-                if key == "step":  # parameters that started together share one clock
-                    self.state[p][key] = clocks.setdefault((float(value), p.device), self.state[p][key])
-        self._roster, self._due = Roster(), None
+        self._loading = Loading(self)
+        mine = self.register_load_state_dict_pre_hook(self._loading.begin)  # after those of others, who may change it
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            mine.remove()
+            self._loading = None
         self._hook_if_needed()
 
 

@@ -45,6 +45,7 @@ def mixed_layers(tape: Tape, this: Pass) -> frozenset[tuple[str, str]]:
     if batch is None or batch < 2:
         return frozenset()
     environment = Environment.capture(tape.model)
+    environment.rng, environment.idle = this.rng or environment.rng, this.idle
     environment.autocast = this.autocast or environment.autocast
 
     def run(exchange: Callable[[Tensor], Tensor], look: Callable[[Place, Tensor], None]) -> None:

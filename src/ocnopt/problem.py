@@ -233,7 +233,7 @@ def pose(
         first = player.params[0]
         for p in player.params:
             if not state[p]:
-                state[p]["step"] = fresh.setdefault(p.device, torch.zeros((), device=p.device))
+                state[p]["step"] = fresh.setdefault(p.device, torch.zeros((), dtype=torch.float32, device=p.device))
         clock, owners = state[first]["step"], shards.owners(first)
         alike = (id(player.group), player.curvature, first.device, first.dtype, id(clock))
         sorted_in[*alike, owners, forms.kind(player)].append(i)

@@ -14,7 +14,7 @@ from ocnopt.games.flow import Draws, Flow
 from ocnopt.groups import Samples
 from ocnopt.hosts import Execution
 from ocnopt.layers.base import Call, compute_dtype
-from ocnopt.rng import RNGState
+from ocnopt.rng import AllRNG, RNGState
 from ocnopt.trees import mapped, tensors
 
 #: the autograd nodes that add to ``p.grad``
@@ -43,6 +43,8 @@ class Pass:
     versions: list[int] = field(default_factory=list)
     autocast: Autocast | None = None
     environment: Environment | None = None
+    idle: frozenset[int] = frozenset()  # hooks of others that changed nothing in it
+    rng: AllRNG | None = None  # the random numbers that it began with
     order: list[str] = field(default_factory=list)  # modules in the order of their calls
     chain: bool = False
     flow: Flow | None = None

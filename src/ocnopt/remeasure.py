@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ocnopt.environment import Buffers
-from ocnopt.rng import RNGState
+from ocnopt.rng import AllRNG
 
 if TYPE_CHECKING:
     from ocnopt.optimizer import OCNOpt
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Remeasure:
     """Calls the closure of a step once more, leaving gradients, buffers and random numbers as they are."""
 
-    def __init__(self, optimizer: OCNOpt, closure: Callable[[], float], before: Tensor, rng: RNGState) -> None:
+    def __init__(self, optimizer: OCNOpt, closure: Callable[[], float], before: Tensor, rng: AllRNG) -> None:
         self.optimizer, self.closure, self.before, self.rng = optimizer, closure, before, rng
         self.step = optimizer._count
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +46,38 @@ class RNGState:
     def _apply(self) -> None:
         for device, state in self.states.items():
             _set(device, state)
+
+
+@dataclass(frozen=True, eq=False)
+class AllRNG:
+    """Python's own generator and numpy's, if anybody has imported it, besides those of torch: a ``forward`` may draw
+    from any of them.
+    """
+
+    of_torch: RNGState
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def capture(cls, devices: Iterable[torch.device | str] = ()) -> AllRNG:
+        numpy = sys.modules.get("numpy.random")
+        return cls(RNGState.capture(devices), random.getstate(), None if numpy is None else numpy.get_state())
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """As :meth:`RNGState.restored`."""
+        present = AllRNG.capture()
+        try:
+            with self.of_torch.restored():
+                self._apply()
+                yield
+        finally:
+            present._apply()
+
+    def _apply(self) -> None:
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy.random"].set_state(self.numpy)
 
 
 def _get(device: torch.device) -> Tensor:

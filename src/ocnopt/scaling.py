@@ -25,14 +25,24 @@ class Scaling:
         self._watched = trained[:_PARAMETERS]
         self._wanted = wanted
         self._kept: dict[Tensor, Tensor] = {}  # some entries of a gradient, as the backward pass left them
+        self._left: dict[Tensor, tuple[Tensor, int]] = {}  # the gradient itself, and how often it was written to
         self.handles = [p.register_post_accumulate_grad_hook(self._keep) for p in self._watched]
 
     def _keep(self, p: Tensor) -> None:
         if p.grad is not None and self._wanted():
-            self._kept[p] = _sample(p.grad).clone()
+            self._kept[p], self._left[p] = _sample(p.grad).clone(), (p.grad, p.grad._version)
 
     def clear(self) -> None:
         self._kept.clear()
+        self._left.clear()
+
+    @torch.no_grad()
+    def gone(self) -> bool:
+        """Were there gradients that somebody has set to ``None`` or to zero? Only touched ones are looked at."""
+        if any(p.grad is grad and grad._version == version for p, (grad, version) in self._left.items()):
+            return False
+        there = any(bool(then.any()) for then in self._kept.values())
+        return there and not any(bool(_sample(p.grad).any()) for p in self._kept if p.grad is not None)
 
     @torch.no_grad()
     def factor(self, world: World) -> Tensor | None:

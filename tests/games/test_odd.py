@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.exact.nets import seeded
-from tests.toys import assert_identical, predicted, values
+from tests.toys import assert_identical, on_every_call, predicted, values
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy, linear, softmax
@@ -372,12 +372,12 @@ def test_a_failure_in_the_second_pass_costs_nothing_and_is_not_repeated() -> Non
 
     model, opt = make(Fragile, lr=0.5)
 
-    def fail(module: nn.Module, args: Any) -> None:
+    def fail(output: Tensor) -> None:
         Fragile.calls += 1
         if Fragile.calls == 3:  # the first pass, its check, and then the second one
             raise RuntimeError("on strike")
 
-    model.b.register_forward_pre_hook(fail)
+    on_every_call(model.b, fail)
     before = [t.clone() for t in values(model)]
     x, y = data()
     cross_entropy(model(x), y).backward()

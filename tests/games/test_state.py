@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.exact.nets import seeded
 from tests.games import markov
-from tests.toys import assert_identical, predicted, values
+from tests.toys import assert_identical, on_every_call, predicted, values
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout
 
@@ -199,7 +199,7 @@ def test_a_part_without_gradient_is_followed() -> None:
 def test_the_recorder_holds_nothing() -> None:
     model, opt = make(lambda: markov.Residual(True), lr=0.1)
     seen: list[weakref.ref[Tensor]] = []
-    model.a.register_forward_hook(lambda m, a, out: seen.append(weakref.ref(out)))
+    on_every_call(model.a, lambda out: seen.append(weakref.ref(out)))
     step(model, opt, data(5))
     opt.zero_grad()
     gc.collect()

@@ -6,7 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from tests.toys import GAMES, SOME_GAMES, assert_identical, backward, batches, mlp, name_of, state_of, train, values
+from tests.toys import (
+    GAMES,
+    SOME_GAMES,
+    assert_identical,
+    backward,
+    batches,
+    mlp,
+    name_of,
+    on_every_call,
+    state_of,
+    train,
+    values,
+)
 from torch import Tensor, nn
 
 from ocnopt import OCNOpt
@@ -38,9 +50,10 @@ def autocast_step(model: nn.Module, opt: OCNOpt, x: Tensor, y: Tensor, inside: b
 def test_the_second_pass_is_under_the_same_autocast(game: dict[str, Any]) -> None:
     model = mlp(dtype=torch.float32)
     seen: list[torch.dtype] = []
-    model[1][0].register_forward_hook(lambda m, a, out: seen.append(out.dtype))
+    on_every_call(model[1][1], lambda out: seen.append(out.dtype))
     opt = OCNOpt(model.parameters(), 0.0, model=model, **game)
     autocast_step(model, opt, *data()[0])
+    assert seen[1:], "the second pass"
     assert set(seen) == {torch.bfloat16}
     assert opt.diagnostics.predicted_change == 0.0, "a step of nothing repeats the outputs bit for bit"
 

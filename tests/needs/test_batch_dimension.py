@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.toys import CLASSES, SOME_GAMES, assert_identical, name_of, state_of, values
+from tests.toys import CLASSES, SOME_GAMES, assert_identical, name_of, on_every_call, state_of, values
 from torch import Tensor, nn
 
 from ocnopt import OCNOpt
@@ -186,7 +186,7 @@ def test_probing_leaves_no_trace(game: dict[str, Any]) -> None:
 def test_probing_happens_once_for_each_shape() -> None:
     model, data, _ = make("batch first, T = B")
     calls = []
-    model.register_forward_hook(lambda *_: calls.append(1))
+    on_every_call(model, lambda _: calls.append(1))
     opt = OCNOpt(model.parameters(), 0.01, model=model, rank=3)
     for _ in range(3):
         step(model, opt, *data)

@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from tests.toys import CLASSES, FEATURES, SOME_GAMES, assert_identical, backward, batches, name_of, train, values
+from tests.toys import (
+    CLASSES,
+    FEATURES,
+    SOME_GAMES,
+    assert_identical,
+    backward,
+    batches,
+    name_of,
+    on_every_call,
+    train,
+    values,
+)
 from torch import Tensor, nn
 
 from ocnopt import OCNOpt
@@ -36,7 +47,7 @@ def noisy(seed: int = 0) -> nn.Sequential:
 def outputs_of(model: nn.Module) -> list[Tensor]:
     """Everything that the model will say, in order."""
     said: list[Tensor] = []
-    model.register_forward_hook(lambda m, args, out: said.append(out.detach().clone()))
+    on_every_call(model, lambda out: said.append(out.detach().clone()))
     return said
 
 

@@ -13,7 +13,7 @@ AFTER = "was asked for after the forward pass: run forward and backward again"
 #: the order of calls alone is no record of a pass
 UNSEEN = (
     "needs a forward and backward pass of the attached model itself since it was asked for and since the last step; "
-    "none was seen"
+    "none was seen (attach the model before torch.compile, or at least before the compiled model first runs)"
 )
 BEFORE: list[tuple[dict[str, Any], str]] = [
     ({"rank": 1}, AFTER),

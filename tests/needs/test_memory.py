@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.toys import SOME_GAMES, backward, batches, mlp, name_of, train
+from tests.toys import GAMES, SOME_GAMES, backward, batches, mlp, name_of, train
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -66,7 +66,7 @@ def test_a_graph_that_is_thrown_away_takes_its_records_along(game: dict[str, Any
     assert all(m.expired() for m in memory)
 
 
-@games
+@pytest.mark.parametrize("game", [*GAMES, {"feedback": "off"}], ids=name_of)
 def test_inputs_are_let_go_after_the_step(game: dict[str, Any]) -> None:
     model = mlp()
     opt = OCNOpt(model.parameters(), model=model, **game)

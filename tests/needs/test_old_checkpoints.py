@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tests.needs.checkpoints.write import GAMES_OF, go_on, make
 from tests.toys import SOME_GAMES, assert_identical, batches, mlp, name_of, state_of, train, values
 
 from ocnopt import OCNOpt
 
+#: checkpoints that versions of the past wrote, by :func:`tests.needs.checkpoints.write.main`
+WRITTEN = sorted((Path(__file__).parent / "checkpoints").glob("*.pt"))
 OPTIONS = [o for o in OCNOpt(mlp().parameters()).defaults if o != "lr"]  # no optimizer was ever without a rate
 
 
@@ -52,6 +57,29 @@ def test_the_default_is_what_this_optimizer_was_made_with(game: dict[str, Any]) 
         assert [g["lr"] for g in opt.param_groups] == [0.05, 0.02]
         runs.append((values(model), state_of(opt)))
     assert_identical(*runs)
+
+
+@pytest.mark.parametrize("name", GAMES_OF)
+@pytest.mark.parametrize("file", WRITTEN, ids=lambda file: file.stem)
+def test_what_a_version_of_the_past_wrote_goes_on(file: Path, name: str) -> None:
+    """The state is all there, and the steps are those that the version itself went on with, to rounding."""
+    saved = torch.load(file, weights_only=True)
+    if name not in saved["runs"]:
+        pytest.skip(f"version {saved['version']} did not know it")
+    before = saved["runs"][name]
+    assert before["state"]["version"] == saved["version"] == file.stem
+    model, opt = make(name)
+    model.load_state_dict(before["weights"])
+    opt.load_state_dict(before["state"])
+    for p, theirs in zip(opt.param_groups[0]["params"], before["state"]["state"].values(), strict=True):
+        assert opt.state[p].keys() == theirs.keys()
+    losses = go_on(model, opt)
+    assert losses == pytest.approx(before["losses"], rel=1e-6)
+    torch.testing.assert_close(model.state_dict(), before["end"], rtol=1e-5, atol=1e-8)
+
+
+def test_there_is_one() -> None:
+    assert WRITTEN
 
 
 def test_an_option_it_has_is_kept() -> None:

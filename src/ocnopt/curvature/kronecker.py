@@ -114,6 +114,12 @@ class Layer:
         self.state["statistics"] = like.new_zeros(())  # how many are in the factors
         self.state["since_refresh"] = 0
 
+    def rehearse(self, bucket: Bucket) -> None:
+        """State without any statistics: the first look at the layer finds all of it out of date."""
+        self.begin(bucket.ok)
+        self.keep_on(bucket.group["refresh_every"])
+        self.state["refreshed_at"] = -self.state["since_refresh"]
+
     def _shape(self) -> torch.Size:
         adapter, module = self.player.adapter, self.player.module
         assert adapter is not None
@@ -154,7 +160,9 @@ class Kronecker(Curvature):
         with full_precision():
             looking = [layer for layer in layers if self._looks(bucket, layer)]
             for layer in layers:
-                if layer not in looking:  # the step counts all the same
+                if layer not in looking and not self.ready(layer.state):  # a rehearsal
+                    layer.rehearse(bucket)
+                elif layer not in looking:  # the step counts all the same
                     layer.state["statistics"] += bucket.ok
                     layer.state["since_refresh"] += 1
             for portion in bucket.world.portions(looking):

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode
 
 from ocnopt.rng import RNGState
@@ -204,6 +205,7 @@ class Recorder(TorchFunctionMode):
         for t in inputs:
             self._bind(t, self._next())
 
+    @_disable_dynamo  # operations are to be seen, and so are compiled code's
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
@@ -25,8 +24,6 @@ class Follower:
         self._draws = True  # does the model draw random numbers? Until the first pass is over it may
 
     def begin(self, model: nn.Module, inputs: list[Tensor]) -> None:
-        if torch.compiler.is_compiling():
-            return
         self._abandon()
         self._random = RNGState.capture({p.device for p in model.parameters()})
         self._recorder = Recorder(model, inputs, self._random.states if self._draws else None)

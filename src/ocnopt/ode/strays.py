@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ocnopt import layers
-from ocnopt.capture import Hook
+from ocnopt.hooks import Hook
 
 
 class Strays:
