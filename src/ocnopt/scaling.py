@@ -48,8 +48,8 @@ class Scaling:
     def factor(self, world: World) -> Tensor | None:
         """Found by comparing values: a scaler does not change the versions of what it divides.
 
-        If gradients were not just multiplied (clipped by value, say), adjoints cannot follow that: they follow the
-        scaler alone, by the power of two nearest to what became of the middle entry.
+        If gradients were not just multiplied, adjoints cannot follow that. Clipped by value, many entries still were,
+        by a scaler or by 1; after a penalty or with noise added no factor is common to many, and adjoints stay.
         """
         if world.size > 1:
             return _ratio(*self._everywhere(world)) / world.size if self._watched else None
@@ -85,11 +85,14 @@ def _sample(grad: Tensor) -> Tensor:
 
 
 def _ratio(then: Tensor, now: Tensor) -> Tensor:
-    size = then @ then
-    ratio = torch.where(size > 0, (now @ then) / size, 1.0)
-    uniform = torch.linalg.vector_norm(now - ratio * then) <= 1e-3 * torch.linalg.vector_norm(now)
-    power = torch.exp2(torch.log2(_middle(now / then)).round())
-    return torch.where(uniform, ratio, power).nan_to_num(1.0, 1.0, 1.0)
+    """What many entries were multiplied by, or 1 if that is not what happened to them."""
+    ratios = now / then
+    middle = _middle(ratios)
+    alike = (ratios - middle).abs() <= 1e-2 * middle.abs()  # not NaN
+    known = ratios.isfinite().sum()
+    many = (4 * alike.sum() >= known) & (alike.sum() >= known.clamp_max(3))
+    products, squares = (torch.where(alike, then * each, 0).sum() for each in (now, then))
+    return torch.where(many, products / squares, 1.0).nan_to_num(1.0, 1.0, 1.0)
 
 
 def _middle(values: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ocnopt import OCNOpt
+from ocnopt.distributed import World
 
 GAMES: list[dict[str, Any]] = [
     {"curvature": curvature, "feedback": feedback, "rank": rank}
@@ -150,3 +152,32 @@ def test_half_precision_adjoints_do_not_underflow() -> None:
     kernels = opt.diagnostics.kernels.K.diagonal(dim1=1, dim2=2)
     assert (kernels > 0).all()
     assert kernels.max() < 1e-8  # of the loss itself, and not of the scaled one
+
+
+def _penalised(g: Tensor) -> Tensor:
+    return g + 0.1 * torch.linspace(-1, 1, g.numel(), dtype=g.dtype).view(g.shape)
+
+
+@pytest.mark.parametrize(
+    ("change", "factor"),
+    [
+        (lambda g: g / 1024, 1 / 1024),
+        (lambda g: 0.3 * g, 0.3),
+        (lambda g: g.bfloat16().double() / 3, 1 / 3),
+        (lambda g: g.clamp(-0.1, 0.1), 1),
+        (lambda g: (g / 1024).clamp(-0.1 / 1024, 0.1 / 1024), 1 / 1024),
+        (_penalised, 1),
+        (torch.randn_like, 1),
+        (lambda g: 0 * g, 0),
+        (lambda g: g * float("nan"), 1),
+    ],
+)
+def test_what_was_done_to_the_gradients(change: Callable[[Tensor], Tensor], factor: float) -> None:
+    model, opt = make(GAMES[-1])
+    (x, y), *_ = batches(1)
+    cross_entropy(model(x), y).backward()
+    for p in model.parameters():
+        p.grad = change(p.grad)
+    opt._tape.rescale(World())
+    scale = opt._tape.passes[0].scale
+    assert (1.0 if scale is None else scale.item()) == pytest.approx(factor, rel=3e-3)

@@ -117,8 +117,11 @@ class Layer:
     def rehearse(self, bucket: Bucket) -> None:
         """State without any statistics: the first look at the layer finds all of it out of date."""
         self.begin(bucket.ok)
-        self.keep_on(bucket.group["refresh_every"])
+        self.keep_on(bucket.group)
         self.state["refreshed_at"] = -self.state["since_refresh"]
+
+    def _every(self, group: Mapping[str, Any]) -> int:
+        return interval(self.state, group, self.player.inside)
 
     def _shape(self) -> torch.Size:
         adapter, module = self.player.adapter, self.player.module
@@ -127,21 +130,22 @@ class Layer:
         shapes = (torch.empty(p.shape, device="meta") for p in self.player.params)
         return adapter.to_matrix(module, dict(zip(self.player.own_names, shapes, strict=True))).shape
 
-    def is_old(self, every: int) -> bool:
-        """Has it been ``every`` steps since the last refresh?"""
-        return "input_basis" not in self.state or self.state["since_refresh"] >= every
+    def is_old(self, group: Mapping[str, Any]) -> bool:
+        """Is it time for another basis?"""
+        return "input_basis" not in self.state or self.state["since_refresh"] >= self._every(group)
 
-    def has_learned(self, every: int) -> bool:
-        """How many of them have counted? Only the device knows."""
+    def has_learned(self, group: Mapping[str, Any]) -> bool:
+        """How many of the steps since the last refresh have counted? Only the device knows."""
+        every = self._every(group)
         age: int = int(self.state["statistics"]) - self.state.get("refreshed_at", -every)
         if "input_basis" not in self.state or age >= every:
             return True
         self.state["since_refresh"] = age
         return False
 
-    def keep_on(self, every: int) -> None:
+    def keep_on(self, group: Mapping[str, Any]) -> None:
         """There is no new basis: the old one stays, and the next step tries again."""
-        self.state["since_refresh"] = every
+        self.state["since_refresh"] = self._every(group)
         if "input_basis" in self.state:
             return
         # nothing to keep: the diagonals of the factors, in coordinates as they are
@@ -176,7 +180,7 @@ class Kronecker(Curvature):
         if not self.ready(state):
             return True
         steps: int = state["since_refresh"] + 1
-        return steps >= group["refresh_every"] or (not inside and steps % group["factor_every"] == 0)
+        return steps >= interval(state, group, inside) or (not inside and steps % group["factor_every"] == 0)
 
     def ready(self, state: Mapping[str, Any]) -> bool:
         return "input_basis" in state
@@ -203,12 +207,12 @@ class Kronecker(Curvature):
 
     def _refresh(self, bucket: Bucket, layers: Sequence[Layer]) -> None:
         """Renew the eigenbases every ``refresh_every`` steps; a decomposition that fails leaves the old one."""
-        every: int = bucket.group["refresh_every"]
+        group = bucket.group
         for layer in layers:
             layer.state["since_refresh"] += 1
-        old = [layer for layer in layers if layer.is_old(every)]
+        old = [layer for layer in layers if layer.is_old(group)]
         fine = [layer for layer in old if bool(layer.ok)]  # the first look at the device since the last refresh
-        due = [layer for layer in fine if layer.has_learned(every)]
+        due = [layer for layer in fine if layer.has_learned(group)]
         found = decompose([factor for layer in due for factor in layer.factors], bucket.world)
         for layer, A, C in zip(due, found[::2], found[1::2], strict=True):
             if A is not None and C is not None:
@@ -217,10 +221,10 @@ class Kronecker(Curvature):
                 layer.state["refreshed_at"], layer.state["since_refresh"] = int(layer.state["statistics"]), 0
             else:
                 bucket.failed_refreshes += 1
-                layer.keep_on(every)
+                layer.keep_on(group)
         for layer in old:
             if layer not in fine:
-                layer.keep_on(every)
+                layer.keep_on(group)
 
     @staticmethod
     def _in_new_basis(bucket: Bucket, state: dict[str, Any], A: Eigen, C: Eigen) -> Tensor:
@@ -232,6 +236,15 @@ class Kronecker(Curvature):
         S: Tensor = state["eigenvalues"]
         S = (C[1].mT @ state["output_basis"]).square() @ S @ (state["input_basis"].mT @ A[1]).square()
         return S
+
+
+def interval(state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -> int:
+    """Steps from the last refresh to the next. Where looks are rare, the first ones follow each other quickly, at steps
+    1, 2, 3, 4, 6, 9, …: what the first mini-batch says of an untrained layer is soon out of date.
+    """
+    every: int = group["refresh_every"]
+    rare = inside or group["factor_every"] > 1
+    return min(every, max(1, state.get("refreshed_at", 0) // 2)) if rare else every
 
 
 def _eye(factor: Tensor) -> Tensor:
