@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,7 @@ class Execution:
     autocast: torch.dtype | None = None
     overwritten: bool = False  # were the arguments changed in place since the call?
     training: bool | None = None  # the mode in which the host was, if it is known
+    of: int = 1  # how many executions of the host there were in the same pass, this one included
 
 
 class CannotTell(Exception):
@@ -76,6 +78,7 @@ def ask(
     failed: dict[str, str] = {}
     hosts = {id(r.module): r.module for r in records if isinstance(r.module, Host)}
     strays = {i: host.take_strays() for i, host in hosts.items()}
+    executions = Counter((r.name, r.origin) for r in records)
     for record in records:
         if not isinstance(record.module, Host):
             continue
@@ -94,7 +97,8 @@ def ask(
         if not all(h.numel() and bool(h.isfinite().all()) for h in record.h.values()):
             continue
         try:
-            record.inner = record.module.layer_calls(record.execution(), layers)
+            execution = replace(record.execution(), of=executions[record.name, record.origin])
+            record.inner = record.module.layer_calls(execution, layers)
         except CannotTell as why:
             failed[record.name] = str(why)
             name = record.module.known_as or record.name

@@ -17,6 +17,7 @@ from ocnopt.ode.field import Evaluations, Field, State, as_tuple
 from ocnopt.ode.horizon import Horizon, LearnedHorizon
 from ocnopt.ode.look import along_solve
 from ocnopt.ode.options import check_options
+from ocnopt.ode.quadrature import shared_out
 from ocnopt.ode.solver import (
     METHODS,
     WITHOUT_GRADIENT,
@@ -56,7 +57,8 @@ class NeuralODE(Host):
         all_times: return the states at all times, stacked in dimension 0, instead of the last one.
         learn_horizon: learn the final time as well. Moved by the steps of an :class:`~ocnopt.OCNOpt` that is given the
             model, or of any optimizer after ``block.horizon.follow(optimizer, [*block.field.parameters()])``.
-        nodes: of the quadrature along the solve when an optimizer measures curvature; 4 are nearly always enough.
+        nodes: of the quadrature along the solve when an optimizer measures curvature; 4 are nearly always enough. Many
+            solves of one pass, or times with ``all_times``, share four times as many.
     """
 
     def __init__(
@@ -204,7 +206,8 @@ class NeuralODE(Host):
         failures = named_failures(self.name, F, "curvature", self.solver)
         try:
             with self._without_trace(execution, states[0].device), self._strays.expected(), failures:
-                return along_solve(self.solver, F, times, [begun, *reached], jumps, tupled, self.nodes, layers)
+                nodes = shared_out(self.nodes, execution.of * (len(times) - 1))
+                return along_solve(self.solver, F, times, [begun, *reached], jumps, tupled, nodes, layers)
         except SolverError as error:
             raise CannotTell(str(error)) from error
 
