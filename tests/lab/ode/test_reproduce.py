@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ocnopt.lab.cli import make_app
+from ocnopt.lab.comparison import run_name
+from ocnopt.lab.config import RunConfig
 from ocnopt.lab.recipes import list_recipes, read_recipe
 from ocnopt.lab.reproduce import Bench, Finding, continuous, convergence, horizon, reproduce, sensitivity
 from ocnopt.lab.reproduce.continuous import COLUMNS, METHODS, Column, Quick
@@ -80,9 +83,10 @@ def test_table2(tmp_path: Path) -> None:
     runs = find_runs([tmp_path / "dopri5"])
     assert len(runs) == 2 * (6 + 3 * 2)
     for cell in cells:
-        assert cell["options"]["lr"] == max(cell["grid"], key=lambda point: point["held_out"])["lr"]
+        best_point = max(cell["grid"], key=lambda point: (point["held_out"], -point["held_out_loss"]))
+        assert cell["options"]["lr"] == best_point["lr"]
         assert len(cell["tests"]) == 3
-        assert cell["tests"][0] in [point["test"] for point in cell["grid"]]
+        assert cell["tests"][0] == best_point["test"]
     assert finding.remarks[1].count("an end of its grid") == 6  # a grid of two has nothing between its ends
     losses = [cell["tests"] for cell in cells if cell["dataset"] == "Circle"]
     best = min(sum(each) / 3 for each in losses)
@@ -105,6 +109,27 @@ def test_of_two_settings_that_answer_as_much_the_surer_is_chosen(tmp_path: Path)
 
     runs = [run("lost", 0.5, None), run("less", 0.4, 0.1), run("sure", 0.5, 0.2), run("unsure", 0.5, 0.3)]
     assert [folder.name for folder in sorted(runs, key=continuous.rank)] == ["less", "lost", "unsure", "sure"]
+
+
+@pytest.mark.usefixtures("small")
+def test_settings_are_chosen_on_held_out_samples_whatever_the_test_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(bench: Bench, configs: Sequence[RunConfig]) -> list[RunFolder]:
+        return [finished(bench.folder / run_name(config), config.optimizer.lr == 1e-3) for config in configs]
+
+    def finished(path: Path, low: bool) -> RunFolder:
+        """The lower rate does better on held-out samples, and worse on those of the test."""
+        folder = RunFolder.create(path, {})
+        epoch = {"kind": "epoch", "validation_accuracy": 0.9 if low else 0.8, "validation_loss": 0.3}
+        final = {"kind": "final", "test_accuracy": 0.5 if low else 0.7}
+        folder.metrics_path.write_text(f"{json.dumps(epoch)}\n{json.dumps(final)}\n")
+        return folder
+
+    monkeypatch.setattr(Bench, "train", trained)
+    found = continuous.search(Bench(tmp_path), continuous.COLUMNS[:1], (0, 1))
+    assert [each.best.lr for each in found.values()] == [1e-3] * 3
+    assert [each.tests() for each in found.values()] == [[50.0, 50.0]] * 3
 
 
 @pytest.mark.usefixtures("small")

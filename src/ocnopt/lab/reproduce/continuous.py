@@ -185,9 +185,15 @@ def held_out(run: RunFolder) -> float:
     return score(run.metrics("epoch")[-1], "validation")
 
 
+def held_out_loss(run: RunFolder) -> float | None:
+    """``None`` of a run that failed."""
+    loss: float | None = run.metrics("epoch")[-1]["validation_loss"]
+    return loss
+
+
 def rank(run: RunFolder) -> tuple[float, float]:
     """By what settings are chosen: where a few held-out samples are all answered, how surely decides."""
-    loss = run.metrics("epoch")[-1]["validation_loss"]
+    loss = held_out_loss(run)
     return held_out(run), -math.inf if loss is None else -loss
 
 

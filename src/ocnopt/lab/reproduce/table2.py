@@ -86,7 +86,12 @@ def _document(column: Column, method: str, found: Findings, solver: str) -> dict
         "tests": here.tests(),
         "paper": column.in_paper(solver).get(method),
         "grid": [
-            {"lr": optimizer.lr, "held_out": continuous.held_out(each), "test": continuous.test_value(each)}
+            {
+                "lr": optimizer.lr,
+                "held_out": continuous.held_out(each),
+                "held_out_loss": continuous.held_out_loss(each),
+                "test": continuous.test_value(each),
+            }
             for optimizer, each in here.tried
         ],
     }
