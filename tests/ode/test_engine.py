@@ -1,4 +1,4 @@
-"""A block as the engine sees it: one stage, curvature on refresh steps, feedback across it, solves that fail."""
+"""A block as the engine sees it: one stage, curvature on refresh steps, solves that fail."""
 
 from __future__ import annotations
 
@@ -90,36 +90,6 @@ def test_factors_every_few_steps_and_nothing_is_kept_in_between() -> None:
     assert outside == [1, 2, 3, 4, 6, 8, 9, 11, 13, 15, 17]  # and every second step after one
     assert [i for i, something in enumerate(kept, 1) if something] == outside
     assert [line.split()[0] for line in opt.summary().splitlines() if "adaptive" in line] == ["4.weight", "4.bias"]
-
-
-@pytest.mark.parametrize("gradient", ["adjoint", "discretize"])
-@pytest.mark.parametrize("rank", [1, 2, "full"])
-@pytest.mark.parametrize("feedback", ["linear", "nonlinear"])
-def test_feedback_across_the_block(feedback: str, rank: int | str, gradient: str) -> None:
-    model = network(NeuralODE(Net(), gradient=gradient, rtol=1e-6, atol=1e-6))
-    opt, x = optimizer(model, feedback=feedback, rank=rank, lr=0.05, damping=0.1), batch(B)
-    losses = []
-    for _ in range(12):
-        opt.zero_grad()
-        loss = loss_of(model, x)
-        loss.backward()
-        opt.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.7 * losses[0]
-
-
-def test_the_second_pass_measures_what_the_whole_block_has_changed() -> None:
-    model = network(NeuralODE(Net(), **TIGHT))
-    opt = optimizer(model, feedback="nonlinear", lr=0.05, damping=0.1, momentum=0.0, clamp=False)
-    x, kept = batch(B), []
-    handle = model[3].register_forward_pre_hook(lambda m, args: kept.append(args[0]))
-    loss = loss_of(model, x)
-    (d,) = torch.autograd.grad(loss, kept[0], retain_graph=True)
-    loss.backward()
-    opt.step()
-    handle.remove()
-    changed = (model[:3](x) - kept[0]).detach()
-    assert opt.diagnostics.s[-1].item() == pytest.approx(float((d * changed).sum()), rel=1e-6)
 
 
 def test_more_passes_in_a_step_count_as_more_samples() -> None:
