@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,6 +86,7 @@ def test_the_same_training(game: dict[str, Any], net: Callable[[], nn.Module], w
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch's compiler
 @games
 def test_the_same_training_with_inductor(game: dict[str, Any]) -> None:
     """To rounding: fused operations round elsewhere."""
@@ -92,6 +94,31 @@ def test_the_same_training_with_inductor(game: dict[str, Any]) -> None:
     expected = train(plain, OCNOpt(plain.parameters(), 0.05, model=plain, **game), batches(3))
     compiled, opt = attached_first(model, "inductor", game)
     torch.testing.assert_close(train(compiled, opt, batches(3)), expected, rtol=1e-6, atol=1e-9)
+
+
+def compiled_files() -> list[str]:
+    """The files of the functions that were compiled since this was last asked."""
+    found = torch._dynamo.utils.get_compilation_metrics()
+    torch._dynamo.utils.clear_compilation_metrics()
+    return [Path(each.co_filename).parent.name for each in found]
+
+
+@pytest.mark.parametrize("way", [attached_first, in_place])
+@games
+def test_only_the_model_is_compiled_and_only_once(game: dict[str, Any], way: Any) -> None:
+    """Not the hooks, nor what follows the operations; and a second forward pass is not compiled."""
+    compiled_files()
+    compiled, opt = way(Residual(), "eager", game)
+    x, y = batches()[0]
+    backward(compiled, x, y)
+    found = compiled_files()
+    assert found
+    assert "ocnopt" not in found
+    assert "games" not in found
+    opt.step()
+    assert not compiled_files()
+    train(compiled, opt, [(x, y)] * 2)
+    assert not compiled_files()
 
 
 def test_what_reads_nothing_but_gradients_leaves_the_graph_whole() -> None:

@@ -83,6 +83,16 @@ def test_inputs_are_let_go_after_the_step(game: dict[str, Any]) -> None:
 
 
 @games
+def test_gradients_are_let_go(game: dict[str, Any]) -> None:
+    model = mlp()
+    opt = OCNOpt(model.parameters(), model=model, **game)
+    train(model, opt, batches(2))
+    memory = [StorageWeakRef(p.grad.untyped_storage()) for p in model.parameters()]
+    opt.zero_grad()
+    assert all(m.expired() for m in memory)
+
+
+@games
 def test_a_forward_pass_that_raised_holds_nothing(game: dict[str, Any]) -> None:
     class Fuse(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
