@@ -5,7 +5,7 @@
 
 Networks and batch sizes of the paper's three applications, on random data of their shapes: images (28×28, batch 128),
 time series (6 observations of 9 channels, batch 128) and a flow (FFJORD in two dimensions, batch 128). The lab's
-ODE-RNN on 93 observations of 13 channels must be asked for (``--application long-series``). The contenders take turns. A
+ODE-RNN on 93 observations of 13 channels must be asked for (``--application long-series``). Contenders take turns. A
 refresh of the curvature is timed by itself and spread over the steps between two of them, so that no hundred steps have
 to be waited for.
 """
