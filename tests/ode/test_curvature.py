@@ -174,7 +174,7 @@ class Still(nn.Module):
 def test_the_product_of_the_factors_grows_as_the_square_of_time(method: str) -> None:
     products = {}
     for length in (1.0, 3.0):
-        model = network(NeuralODE(Still(), t=(0.0, length), solver=method))
+        model = network(NeuralODE(Still(), t=(0.0, length), solver=method, options=options_of(method)))
         opt = optimizer(model)
         torch.nn.init.ones_(model[3].weight)  # the adjoint at the end of the solve is 2, whatever its length
         out = model(batch(B))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ode.fields import FIXED, METHODS, Net, batch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ocnopt.ode import NeuralODE, SolverError
 from ocnopt.ode.options import options_of
@@ -54,8 +54,8 @@ def test_every_option_that_is_let_through_is_known_to_torchdiffeq(method: str) -
     [
         ({"options": {"first_step": "a"}}, "solver='dopri5' with options={'first_step': 'a'}: .*invalid data type"),
         (
-            {"solver": "implicit_adams", "options": {"max_order": 100}},
-            "solver='implicit_adams' with options={'max_order': 100}: max_order must be at most",
+            {"solver": "implicit_adams", "options": {"step_size": 0.5, "max_order": 100}},
+            "solver='implicit_adams' with options={'step_size': 0.5, 'max_order': 100}: max_order must be at most",
         ),
         ({"solver": "rk4", "options": {"grid_constructor": lambda f, y, t: t[:1]}}, "AssertionError in integrate"),
         ({"solver": "scipy_solver", "options": {"solver": "x"}}, "options={'solver': 'x'}: .*must be one of"),
@@ -103,3 +103,61 @@ def test_options_go_to_torchdiffeq_as_they_are(monkeypatch: pytest.MonkeyPatch) 
     assert [each["options"] for each in given] == [options, options]
     assert given[1]["adjoint_options"] == adjoint
     assert {k: given[1][k] for k in tolerances} == tolerances
+
+
+# --- solvers with a fixed grid, and nothing that says which ---
+
+
+class Fast(nn.Module):
+    """dx/dt = −3x."""
+
+    def forward(self, t: Tensor, x: Tensor) -> Tensor:
+        return -3 * x
+
+
+@pytest.mark.parametrize("method", FIXED)
+def test_one_step_over_the_whole_interval_is_said_once(method: str) -> None:
+    block, x = NeuralODE(Fast(), t=(0.0, 2.0), solver=method), batch()
+    message = rf"^NeuralODE\(Fast\): solver='{method}' takes a single step from t = 0 to 2: give options={{'step_size'"
+    with pytest.warns(UserWarning, match=message) as said:
+        block(x)
+    assert said[0].filename == __file__
+    block(x)  # warnings are errors here
+    block(x, t=(0.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"solver": "dopri5"},
+        {"solver": "rk4", "options": {"step_size": 0.1}},
+        {"solver": "rk4", "options": {"grid_constructor": lambda f, y, t: torch.linspace(t[0], t[1], 5).to(t)}},
+        {"solver": "rk4", "t": (0.0, 0.5, 1.0)},
+        {"solver": "rk4", "options": {"step_size": 0.1}, "adjoint_options": {"step_size": 0.1, "norm": "seminorm"}},
+        {"adjoint_solver": "dopri8"},
+    ],
+)
+def test_who_says_where_the_steps_are_hears_nothing(arguments: dict[str, Any]) -> None:
+    NeuralODE(Net(), **arguments)(batch())
+
+
+def test_a_call_with_two_times_of_a_block_that_has_more() -> None:
+    block = NeuralODE(Net(), t=(0.0, 0.5, 1.0), solver="euler")
+    with pytest.warns(UserWarning, match="a single step from t = 0 to 1"):
+        block(batch(), t=(0.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "solver"),
+    [
+        ({"adjoint_solver": "rk4"}, "rk4"),
+        # which replace the options altogether
+        ({"solver": "euler", "options": {"step_size": 0.1}, "adjoint_options": {"norm": "seminorm"}}, "euler"),
+    ],
+)
+def test_one_step_of_the_adjoint_solve_is_said_where_there_is_one(arguments: dict[str, Any], solver: str) -> None:
+    block = NeuralODE(Net(), **arguments)
+    with torch.no_grad():
+        block(batch())
+    with pytest.warns(UserWarning, match=rf"adjoint_solver='{solver}' takes a single .* give adjoint_options={{'step_"):
+        block(batch())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -102,6 +103,7 @@ class NeuralODE(Host):
         _check_count("nodes", nodes)
         self.nodes = nodes
         self.nfe, self._strays = Evaluations(), Strays()
+        self._said: set[str] = set()
         self._t = time.checked(t)
         self.horizon = None if learn_horizon is None else _horizon(learn_horizon, self._t)
         self._check_gradient(gradient, {k: v for k, v in adjoint.items() if v is not None}, checkpoints)
@@ -133,6 +135,7 @@ class NeuralODE(Host):
         _check_state(x)
         learns = t is None and self.training and torch.is_grad_enabled()
         _, times, all_times = self._asked(x, t, all_times)
+        self._warn_once("steps", self.solver.why_coarse(times, torch.is_grad_enabled() and self.gradient == "adjoint"))
         states = self._solve(x, times)
         # with memory of its own: whoever writes to a view in place takes the hooks on it out of the graph
         final = mapped(lambda part: part[-1].clone(), states)
@@ -141,6 +144,11 @@ class NeuralODE(Host):
         if learns and self.horizon is not None and self.horizon.followed and self.horizon.due:
             self.horizon.watch(self.field, self._speed(times[-1], final), wanted, all_times)
         return wanted
+
+    def _warn_once(self, about: str, what: str | None) -> None:
+        if what is not None and about not in self._said:
+            self._said.add(about)
+            warnings.warn(f"{self.name}: {what}", stacklevel=5)  # from forward, which torch calls from two of its own
 
     def _speed(self, T: float, final: State) -> State:
         """F(T, x_T)."""

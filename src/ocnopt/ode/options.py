@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchdiffeq._impl.odeint import SOLVERS
+from torchdiffeq._impl.solvers import FixedGridODESolver
 
 #: given by torchdiffeq itself
 _NOT_OPTIONS = ("self", "func", "y0", "rtol", "atol")
@@ -33,3 +34,11 @@ def check_options(argument: str, options: Any, solver: str) -> None:
     if norm is not None and not callable(norm) and not (argument == "adjoint_options" and norm == "seminorm"):
         seminorm = " or 'seminorm'" if argument == "adjoint_options" else ""
         raise ValueError(f"{argument}: norm must be a function of the state{seminorm}, got {norm!r}")
+
+
+def takes_one_step(solver: str, options: Mapping[str, Any] | None, times: Sequence[float]) -> bool:
+    """Over the whole interval, since nothing says where else a fixed grid has its points. (Of more times than two, the
+    points are those.)
+    """
+    grid = options is not None and any(options.get(name) is not None for name in ("step_size", "grid_constructor"))
+    return issubclass(SOLVERS[solver], FixedGridODESolver) and not grid and len(times) == 2

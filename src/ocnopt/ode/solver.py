@@ -18,6 +18,7 @@ from torchdiffeq._impl.rk_common import RKAdaptiveStepsizeODESolver
 from torchdiffeq._impl.solvers import FixedGridODESolver
 
 from ocnopt.ode.field import Field, NotFinite, State, as_tuple, finite
+from ocnopt.ode.options import takes_one_step
 
 #: all methods of the installed torchdiffeq
 METHODS: tuple[str, ...] = tuple(SOLVERS)
@@ -60,8 +61,22 @@ class Solver:
         """The arguments of a solve as the user gave them."""
         if phase == "forward":
             return f"solver={self.method!r} with options={self.options!r}"
-        method = self.adjoint.get("adjoint_method") or self.method
-        return f"solver={method!r} with options={self._backward_options!r}"
+        return f"solver={self._backward_method!r} with options={self._backward_options!r}"
+
+    def why_coarse(self, times: Sequence[float], adjoint: bool) -> str | None:
+        """Which solve takes one step over the whole interval, and what to do, or ``None`` if none does."""
+        solves = [("solver", self.method, "options", self.options)]
+        if adjoint:
+            solves.append(("adjoint_solver", self._backward_method, "adjoint_options", self._backward_options))
+        for argument, method, name, options in solves:
+            if takes_one_step(method, options, times):
+                way = f"give {name}={{'step_size': ...}}, or more times than two"
+                return f"{argument}={method!r} takes a single step from t = {times[0]:g} to {times[-1]:g}: {way}"
+        return None
+
+    @property
+    def _backward_method(self) -> str:
+        return self.adjoint.get("adjoint_method") or self.method
 
     @property
     def _backward_options(self) -> Mapping[str, Any] | None:
@@ -75,7 +90,7 @@ class Solver:
     def backward(self, F: Callable[[Tensor, Any], Any], x: tuple[Tensor, ...], times: Tensor) -> tuple[Tensor, ...]:
         """A solve backward in time with the settings of the adjoint. Its state is larger, so ``norm`` is left out."""
         options = {k: v for k, v in (self._backward_options or {}).items() if k != "norm"}
-        method = self.adjoint.get("adjoint_method") or self.method
+        method = self._backward_method
         if issubclass(SOLVERS[method], FixedGridODESolver):
             options.setdefault("interp", "cubic")  # the times asked for are between the points of the grid
         return cast(
