@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from ocnopt.distributed import World
 
 _PARAMETERS, _ENTRIES = 16, 256
+#: nobody clips to less than 2^-5 of a gradient, and no scaler multiplies by less than 2^5, in binary digits
+_CLIPPED = 5
 
 
 class Scaling:
@@ -48,8 +50,8 @@ class Scaling:
     def factor(self, world: World) -> Tensor | None:
         """Found by comparing values: a scaler does not change the versions of what it divides.
 
-        If gradients were not just multiplied, adjoints cannot follow that. Clipped by value, many entries still were,
-        by a scaler or by 1; after a penalty or with noise added no factor is common to many, and adjoints stay.
+        If gradients were not just multiplied (clipped by value, a penalty added), adjoints cannot follow that: they
+        follow the scaler alone, if there was one, and the sum over the groups takes care of the rest.
         """
         if world.size > 1:
             return _ratio(*self._everywhere(world)) / world.size if self._watched else None
@@ -85,14 +87,15 @@ def _sample(grad: Tensor) -> Tensor:
 
 
 def _ratio(then: Tensor, now: Tensor) -> Tensor:
-    """What many entries were multiplied by, or 1 if that is not what happened to them."""
+    """What the entries were multiplied by: all of them, or many of them by far more than anybody clips: a scaler."""
     ratios = now / then
     middle = _middle(ratios)
     alike = (ratios - middle).abs() <= 1e-2 * middle.abs()  # not NaN
     known = ratios.isfinite().sum()
-    many = (4 * alike.sum() >= known) & (alike.sum() >= known.clamp_max(3))
     products, squares = (torch.where(alike, then * each, 0).sum() for each in (now, then))
-    return torch.where(many, products / squares, 1.0).nan_to_num(1.0, 1.0, 1.0)
+    ratio = products / squares
+    many = (4 * alike.sum() >= known) & (alike.sum() >= known.clamp_max(3)) & (torch.log2(ratio).abs() > _CLIPPED)
+    return torch.where(many | (alike.sum() == known), ratio, 1.0).nan_to_num(1.0, 1.0, 1.0)
 
 
 def _middle(values: Tensor) -> Tensor:
