@@ -7,6 +7,7 @@ have just changed.
 
 from ocnopt.curvature import Curvature, Metric
 from ocnopt.diagnostics import Diagnostics, LayerReport
+from ocnopt.graphs import GraphedStep, graphed_step
 from ocnopt.groups import Groups
 from ocnopt.layers import Adapter, Call, Recompute, register
 from ocnopt.optimizer import OCNOpt
@@ -17,10 +18,12 @@ __all__ = [
     "Call",
     "Curvature",
     "Diagnostics",
+    "GraphedStep",
     "Groups",
     "LayerReport",
     "Metric",
     "OCNOpt",
     "Recompute",
+    "graphed_step",
     "register",
 ]

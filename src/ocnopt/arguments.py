@@ -154,7 +154,7 @@ def why_model(group: Mapping[str, Any]) -> str | None:
 
 def why_together(group: Mapping[str, Any]) -> str | None:
     """Which argument of a group needs more than ``p.grad`` of processes that train one network, or ``None``."""
-    return _why_calls(group) or _why_drawn(group, "random", "adaptive")
+    return _why_calls(group) or why_drawn(group, "random", "adaptive")
 
 
 def why_not_together(group: Mapping[str, Any]) -> str | None:
@@ -162,12 +162,12 @@ def why_not_together(group: Mapping[str, Any]) -> str | None:
     curvature = _curvature(group)
     if curvature.needs_model and not curvature.adds_up:
         return f"curvature={curvature.name!r} does not add up what it reads over the processes"
-    if (why := _why_drawn(group, "adaptive")) is not None:
+    if (why := why_drawn(group, "adaptive")) is not None:
         return f"{why} would get another reward in each process"
     return None
 
 
-def _why_drawn(group: Mapping[str, Any], *rules: str) -> str | None:
+def why_drawn(group: Mapping[str, Any], *rules: str) -> str | None:
     """Is the alignment drawn by chance?"""
     drawn = any(each.rule in rules for each in (rules_of(group["alignment"]) or {}).values())
     return f"alignment={group['alignment']!r}" if drawn and alignment_matters(group) else None

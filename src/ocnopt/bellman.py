@@ -90,10 +90,10 @@ class Consistent(Policy):
         """J and b as each seat sees them, or as each stage does where its seats cooperate."""
         if self.cooperative:
             return self.J, self.b
-        later = list(self.stage_of)
         J = torch.cat([self.J[1:], torch.diag(self.precision)[None]])
         b = torch.cat([self.b[1:], self.precision[None]])
-        return J[later] + self.kernels.K, b[later] - self.kernels.u
+        J, b = (torch.stack([rows[k] for k in self.stage_of]) for rows in (J, b))  # a list of indices would be copied
+        return J + self.kernels.K, b - self.kernels.u
 
     @cached_property
     def _factors(self) -> Tensor:

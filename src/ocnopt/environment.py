@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ocnopt.hooks import Others
 from ocnopt.rng import AllRNG
@@ -19,17 +19,22 @@ class Buffers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._kept = [
-            (module._buffers, name, b, None if b is None else b.detach().clone())
-            for module in model.modules()
-            for name, b in module._buffers.items()
-        ]
+        self._places = [(m._buffers, name, b) for m in model.modules() for name, b in m._buffers.items()]
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for _, _, b in self._places:
+            if b is not None:
+                alike.setdefault((b.device, b.dtype), []).append(b)
+        # few operations for many buffers
+        self._kept = [(theirs, [torch.empty_like(b, requires_grad=False) for b in theirs]) for theirs in alike.values()]
+        for theirs, values in self._kept:
+            torch._foreach_copy_(values, [b.detach() for b in theirs])
 
     def restore(self) -> None:
-        for owner, name, b, value in self._kept:
+        for owner, name, b in self._places:
             owner[name] = b
-            if b is not None and value is not None:
-                b.data.copy_(value)  # to autograd, and to whoever keeps an eye on its inputs, nothing has happened
+        for theirs, values in self._kept:
+            # to autograd, and to whoever keeps an eye on its inputs, nothing has happened
+            torch._foreach_copy_([b.data for b in theirs], values)
 
 
 @dataclass(frozen=True)

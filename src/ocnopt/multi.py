@@ -17,20 +17,31 @@ _BITS = {
 
 _LARGEST = {torch.float32: 1e15, torch.float64: 1e150}
 
+_ROW = 1024
+
 
 def inner(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
     """``[n]``: the inner product of each pair."""
-    if not xs[0].is_cuda:
-        return torch.stack([torch.dot(x.reshape(-1), y.reshape(-1)) for x, y in zip(xs, ys, strict=True)])
-    # launches cost more than memory here: one sum over segments in place of one reduction a tensor
-    products = torch.cat([p.reshape(-1) for p in torch._foreach_mul(list(xs), list(ys))])
-    lengths = _lengths(tuple(x.numel() for x in xs), xs[0].device)
-    return torch.segment_reduce(products, "sum", lengths=lengths, unsafe=True)
+    if xs[0].is_cuda:
+        return sums(torch._foreach_mul(list(xs), list(ys)))
+    return torch.stack([torch.dot(x.reshape(-1), y.reshape(-1)) for x, y in zip(xs, ys, strict=True)])
+
+
+def sums(tensors: Sequence[Tensor]) -> Tensor:
+    """``[n]``: the sum of each, in few launches, which cost more than memory does.
+
+    They are laid out in rows, and what is left of the last row of each is zero: all rows are summed side by side, and
+    the few sums that are then a tensor's own one after another.
+    """
+    zeros, rows = _layout(tuple(t.numel() for t in tensors), tensors[0].dtype, tensors[0].device)
+    parts = (part for t in tensors for part in (t.reshape(-1), zeros[: -t.numel() % _ROW]))
+    return torch.segment_reduce(torch.cat(list(parts)).view(-1, _ROW).sum(1), "sum", lengths=rows, unsafe=True)
 
 
 @lru_cache(maxsize=64)
-def _lengths(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(numbers, device=device)
+def _layout(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Zeros to fill up rows with, and how many rows each tensor takes."""
+    return torch.zeros(_ROW, dtype=dtype, device=device), torch.tensor([-(-n // _ROW) for n in numbers], device=device)
 
 
 def finite(tensors: Sequence[Tensor]) -> Tensor:

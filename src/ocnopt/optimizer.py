@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from ocnopt import arguments, shards
+from ocnopt import arguments, shards, whole_step
 from ocnopt.arrangement import Arrangement, passes_of
 from ocnopt.capture import Tape
 from ocnopt.checkpoints import Loading, complete
@@ -387,7 +387,8 @@ class OCNOpt(Optimizer):
         before = loss.detach() if isinstance(loss, Tensor) else loss
         if before is not None and not isinstance(before, Tensor):
             before = torch.tensor(before, dtype=torch.float64)
-        with Snapshot(players, self.state) if group["feedback"] == "nonlinear" else nullcontext():
+        may_fail = group["feedback"] == "nonlinear" and not whole_step.underway()
+        with Snapshot(players, self.state) if may_fail else nullcontext():
             seen, maximize = self._fallbacks.seen, group["maximize"]
             problem = pose(players, stages, records, folded, self.state, samples, before, maximize, world, seen)
             self._diagnostics = play(problem, group, self._tape, passes, samples, live, world)
@@ -435,7 +436,7 @@ class OCNOpt(Optimizer):
     def diagnostics(self) -> Diagnostics:
         """The last step, layer by layer. Warns if steps were skipped since it was last asked for."""
         self._skips.report(self._alone)
-        self._diagnostics.skipped = self._skips.total
+        self._diagnostics.skipped = None if self._skips.total is None else self._skips.total.clone()
         return self._diagnostics
 
     def summary(self) -> str:

@@ -129,7 +129,8 @@ def _linear(problem: Problem, kernels: Kernels, answers: Answers) -> None:
     for k in range(problem.stages.count):
         for seats, w in answers.ask(k, s):
             problem.act(seats, w)
-            s = s - K[seats].sum(0) @ w - u[seats].sum(0)
+            # a list of indices would have to be copied to the device
+            s = s - torch.stack([K[i] for i in seats]).sum(0) @ w - torch.stack([u[i] for i in seats]).sum(0)
 
 
 def _nonlinear(

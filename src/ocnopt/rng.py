@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ocnopt import whole_step
+
 
 @dataclass(frozen=True, eq=False)
 class RNGState:
@@ -25,9 +27,13 @@ class RNGState:
 
     @classmethod
     def capture(cls, devices: Iterable[torch.device | str] = ()) -> RNGState:
-        """The present state: the CPU's always, and that of each device named (repetitions do no harm)."""
+        """The present state: the CPU's always, and that of each device named (repetitions do no harm).
+
+        A CUDA generator can be neither read nor set while a graph is captured, and need not be: see
+        :mod:`ocnopt.whole_step`.
+        """
         wanted = dict.fromkeys([torch.device("cpu"), *map(torch.device, devices)])
-        return cls({device: _get(device) for device in wanted})
+        return cls({device: _get(device) for device in wanted if device.type != "cuda" or not whole_step.underway()})
 
     def same_as(self, other: RNGState) -> bool:
         """Has nothing been drawn between the two?"""
@@ -62,6 +68,14 @@ class AllRNG:
     def capture(cls, devices: Iterable[torch.device | str] = ()) -> AllRNG:
         numpy = sys.modules.get("numpy.random")
         return cls(RNGState.capture(devices), random.getstate(), None if numpy is None else numpy.get_state())
+
+    def same_on_host_as(self, other: AllRNG) -> bool:
+        """Has nothing been drawn between the two, except on devices?"""
+        cpu = torch.device("cpu")
+        if self.python != other.python or not torch.equal(self.of_torch.states[cpu], other.of_torch.states[cpu]):
+            return False
+        numbers = zip(self.numpy or (), other.numpy or (), strict=True)
+        return all(sys.modules["numpy"].array_equal(mine, theirs) for mine, theirs in numbers)
 
     @contextmanager
     def restored(self) -> Iterator[None]:

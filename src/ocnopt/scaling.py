@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ocnopt import whole_step
 from ocnopt.distributed import World
 
 _PARAMETERS, _ENTRIES = 16, 256
@@ -31,7 +32,7 @@ class Scaling:
         self.handles = [p.register_post_accumulate_grad_hook(self._keep) for p in self._watched]
 
     def _keep(self, p: Tensor) -> None:
-        if p.grad is not None and self._wanted():
+        if p.grad is not None and self._wanted() and not _untouched(p):
             self._kept[p], self._left[p] = _sample(p.grad).clone(), (p.grad, p.grad._version)
 
     def clear(self) -> None:
@@ -80,6 +81,11 @@ class Scaling:
         world.sum_(sums)
         then, there = sums
         return then / world.size, torch.where(there > 0, now, 0)
+
+
+def _untouched(p: Tensor) -> bool:
+    """Is it certain that the step finds the gradient as the backward pass leaves it?"""
+    return whole_step.underway() and len(p._post_accumulate_grad_hooks or ()) == 1  # none but ours
 
 
 def _sample(grad: Tensor) -> Tensor:

@@ -27,8 +27,9 @@ class Skips:
         place = problem.finite.to(bad.dtype).argmin()
         code = self._code(problem).index_select(0, place.reshape(1)).squeeze()  # an index in brackets would be read
         first = torch.where(problem.finite.all(), -1.0, code)
-        self.total = self.total + bad
-        self._first_bad = torch.where(bad.bool(), first, self._first_bad)
+        # in place: a CUDA graph goes on counting where it began
+        self._first_bad.copy_(torch.where(bad.bool(), first, self._first_bad))
+        self.total += bad
 
     def _code(self, problem: Problem) -> Tensor:
         key = tuple(problem.checked)

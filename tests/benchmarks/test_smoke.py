@@ -42,7 +42,9 @@ def script(name: str) -> ModuleType:
     return module
 
 
-gpt, vision, digits, step_time, games = map(script, ("gpt", "vision", "digits", "step_time", "games"))
+gpt, vision, digits, step_time, games, graphed = map(
+    script, ("gpt", "vision", "digits", "step_time", "games", "graphed")
+)
 
 
 # --- runs: variants, plan, journal --------------------------------------------------------------------------
@@ -390,6 +392,19 @@ def test_a_ratio_is_the_median_of_the_ratios_within_rounds() -> None:
         "identity, linear r=1": step_time.Timing(1.0, [2 * ms for ms in slow_machine]),
     }
     assert [row["ratio"] for row in step_time.summary(timings)] == [1.0, 2.0]
+
+
+def test_graphed_times_and_says_why_there_is_no_graph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, small = tmp_path / "graphed.json", ["--device", "cpu", "--batch", "2", "--rounds", "2", "--inner", "1"]
+    names = ["sgd, eager", "sgd, graphed", "identity, nonlinear r=1, graphed"]
+    assert graphed.main(["--json", str(out), *small, *(a for name in names for a in ("--optimizer", name))]) == 0
+    steps = json.loads(out.read_text())["steps"]
+    assert [step["name"] for step in steps] == names
+    assert all(len(step["rounds_ms"]) == 2 for step in steps)
+    assert [bool(step["reason"]) for step in steps] == [False, True, True]
+    assert "graphs are a matter of CUDA" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        graphed.main(["--kernels", "sgd, eager", *small])
 
 
 def test_step_time_times_and_profiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

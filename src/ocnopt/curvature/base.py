@@ -51,6 +51,10 @@ class Curvature(ABC):
         """
         return self.needs_model
 
+    def refreshes(self, state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -> bool:
+        """Does :meth:`measure` do something at this step that it does now and then only, and wait for the device?"""
+        return False
+
     def ready(self, state: Mapping[str, Any]) -> bool:
         """Is there something to go on with, should the calls of a layer not be known at this step?"""
         return False

@@ -143,6 +143,14 @@ class Layer:
         self.state["since_refresh"] = age
         return False
 
+    def renew(self, **found: Tensor) -> None:
+        """In place: a CUDA graph goes on with the new basis."""
+        for key, value in found.items():
+            if key in self.state:
+                self.state[key].copy_(value)
+            else:
+                self.state[key] = value
+
     def keep_on(self, group: Mapping[str, Any]) -> None:
         """There is no new basis: the old one stays, and the next step tries again."""
         self.state["since_refresh"] = self._every(group)
@@ -177,10 +185,13 @@ class Kronecker(Curvature):
         return id(layer.player) in bucket.seen and self.due(layer.state, bucket.group, layer.player.inside)
 
     def due(self, state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -> bool:
-        if not self.ready(state):
+        if self.refreshes(state, group, inside):
             return True
         steps: int = state["since_refresh"] + 1
-        return steps >= interval(state, group, inside) or (not inside and steps % group["factor_every"] == 0)
+        return not inside and steps % group["factor_every"] == 0
+
+    def refreshes(self, state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -> bool:
+        return not self.ready(state) or state["since_refresh"] + 1 >= interval(state, group, inside)
 
     def ready(self, state: Mapping[str, Any]) -> bool:
         return "input_basis" in state
@@ -216,8 +227,8 @@ class Kronecker(Curvature):
         found = decompose([factor for layer in due for factor in layer.factors], bucket.world)
         for layer, A, C in zip(due, found[::2], found[1::2], strict=True):
             if A is not None and C is not None:
-                layer.state["eigenvalues"] = self._in_new_basis(bucket, layer.state, A, C)
-                layer.state["input_basis"], layer.state["output_basis"] = A[1], C[1]
+                eigenvalues = self._in_new_basis(bucket, layer.state, A, C)
+                layer.renew(eigenvalues=eigenvalues, input_basis=A[1], output_basis=C[1])
                 layer.state["refreshed_at"], layer.state["since_refresh"] = int(layer.state["statistics"]), 0
             else:
                 bucket.failed_refreshes += 1
