@@ -152,11 +152,24 @@ class Fallbacks:
             if player.module_names:
                 self.say(player.name, _ABSENT, "it acts before the network runs again")
 
+    def shared(self, players: Iterable[Player]) -> None:
+        """Layers of a field that several hosts run: what one of them tells is not all that the layer saw."""
+        layers: dict[tuple[str, ...], list[str]] = {}
+        for player in players:
+            if player.torn:
+                layers.setdefault(player.hosts, []).append(player.name.rpartition(".")[0])
+        for runners, names in layers.items():
+            why = f"several modules run them, {' and '.join(runners)}"
+            self._warn(", ".join(dict.fromkeys(names)), why, "their curvature is adaptive")
+
     def say(self, name: str, why: str, effect: str) -> None:
         self.reasons[name] = why
+        self._warn(name, why, effect)
+
+    def _warn(self, name: str, why: str, effect: str) -> None:
         if (name, why) not in self._said:
             self._said.add((name, why))
-            warnings.warn(f"{name}: {why}; {effect}", stacklevel=8)
+            warnings.warn(f"{name}: {why}; {effect}", stacklevel=9)
 
 
 def _verdict(calls: Calls, folded: Folded, player: Player) -> Told:

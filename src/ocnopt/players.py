@@ -71,6 +71,20 @@ class Player:
         """Is its layer run by a host, which must be asked what the layer saw?"""
         return any(use.host is not None for uses in self.uses for use in uses)
 
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Those that run its layer, by name."""
+        return tuple(dict.fromkeys(use.module_name for uses in self.uses for use in uses if use.host is not None))
+
+    @property
+    def torn(self) -> bool:
+        """Would it have the curvature that was asked for, if a single host ran its layer?"""
+        if self.curvature.needs_model or not resolve(self.group["curvature"]).needs_model or len(self.hosts) < 2:
+            return False
+        use = self.uses[0][0]
+        names = () if use.adapter is None else use.adapter.kronecker_names(use.module)
+        return use.own_name in names
+
     def alone(self, i: int) -> Player:
         """One of the parameters by itself, which is not a block any more."""
         name, group, uses = f"{self.name}.{self.own_names[i]}", self.groups[i], self.uses[i]

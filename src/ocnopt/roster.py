@@ -14,6 +14,7 @@ from ocnopt.players import Player, gather
 class Roster:
     def __init__(self) -> None:
         self._known: tuple[Any, list[Player]] | None = None
+        self._looked_at: list[Player] | None = None
         self._alone: dict[tuple[Player, int], Player] = {}
 
     def players(self, groups: Sequence[dict[str, Any]], model: nn.Module | None) -> list[Player]:
@@ -28,7 +29,11 @@ class Roster:
         """The players with gradients. Of a layer's block with some, each parameter that has one acts by itself."""
         acting: list[Player] = []
         fallbacks.reasons.clear()
-        for player in self.players(groups, model):
+        players = self.players(groups, model)
+        if players is not self._looked_at:
+            fallbacks.shared(players)
+            self._looked_at = players
+        for player in players:
             have = [q.grad is not None for q in player.params]
             if all(have):
                 acting.append(player)

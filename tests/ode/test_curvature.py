@@ -5,6 +5,7 @@ must not touch.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.ode.fields import METHODS, TIGHT, Net, batch, inner_calls, loss_of, n
 from torch import Tensor, nn
 
 from ocnopt import Groups, layers
+from ocnopt.hosts import Execution
 from ocnopt.layers.base import Call
 from ocnopt.ode import NeuralODE
 from ocnopt.ode.layers import ConcatConv2d, ConcatSquashLinear, TimeSequential
@@ -139,12 +141,37 @@ def error(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
+DEFAULT = inspect.signature(NeuralODE).parameters["nodes"].default
+
+
+@pytest.mark.parametrize(("nodes", "bound"), [(6, 1e-9), (DEFAULT, 1e-6)])
 @pytest.mark.parametrize("gradient", ["adjoint", "discretize"])
-def test_factors_agree_with_dense_integration(gradient: str) -> None:
-    found, dense = factors(gradient, nodes=6)
+def test_factors_agree_with_dense_integration(gradient: str, nodes: int, bound: float) -> None:
+    found, dense = factors(gradient, nodes)
     for name, pair in found.items():
         for which, factor in enumerate(pair):
-            assert error(factor, dense.simpson(name, which)) < 1e-6
+            assert error(factor, dense.simpson(name, which)) < bound
+
+
+@pytest.mark.parametrize("where", ["options", "adjoint_options"])
+def test_a_norm_of_the_state_is_not_asked_about_the_larger_one_of_the_look(where: str) -> None:
+    sizes: set[int] = set()
+
+    def norm(y: Any) -> Tensor:
+        parts = y if isinstance(y, tuple) else (y,)
+        sizes.add(sum(part.numel() for part in parts))
+        return torch.stack([part.abs().max() for part in parts if part.numel()]).max()
+
+    block, x = NeuralODE(Net(), **{**TIGHT, where: {"norm": norm}}), batch(B)
+    out = block(x)
+    out.square().sum().backward()
+    sizes.clear()
+    given = {0: 2 * out.detach()}
+    calls = block.layer_calls(Execution((x,), {}, {0: out.detach()}, given), {"field.one": block.field.one})
+    assert sizes <= {x.numel()}
+    plain = inner_calls(NeuralODE(Net(), **TIGHT), x)
+    for mine, wanted in zip(calls["field.one"], plain["field.one"], strict=True):
+        assert torch.allclose(mine.h, wanted.h, rtol=1e-6, atol=1e-9)
 
 
 def test_four_nodes_beat_a_hundred_uniform_samples() -> None:

@@ -199,6 +199,31 @@ def test_layers_that_are_called_outside_of_the_block_as_well(which: str, outside
     assert curvatures(opt) == expected
 
 
+class Normed(Net):
+    """With a layer that has adaptive curvature anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(3).double()
+
+    def forward(self, t: Tensor, x: Tensor) -> Tensor:
+        return self.norm(super().forward(t, x))
+
+
+@pytest.mark.parametrize(("curvature", "frozen"), [("kronecker", False), ("kronecker", True), ("adaptive", False)])
+def test_layers_that_several_blocks_run(curvature: str, frozen: bool) -> None:
+    field = Normed().requires_grad_(not frozen)
+    model = nn.Sequential(NeuralODE(field, **FEW), NeuralODE(field, t=(1.0, 2.0), **FEW), nn.Linear(3, 2).double())
+    opt = optimizer(model, lr=RATE, curvature=curvature)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        opt.summary()
+        for i in range(2):
+            step(model, opt, i)
+    why = "0.field.one, 0.field.two: several modules run them, 0 and 1; their curvature is adaptive"
+    assert [str(w.message) for w in said] == [why] * (curvature == "kronecker" and not frozen)
+
+
 def test_calls_that_train_nothing_or_repeat_the_blocks_own_do_not_count() -> None:
     class Checkpointed(Net):
         def forward(self, t: Tensor, x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from ocnopt.ode import Horizon, NeuralODE
 
 TIGHT = {"rtol": 1e-9, "atol": 1e-9}
 C = 0.3
+NOBODY = r"learn_horizon: no optimizer moves T, which stays 1\.2: pass model=.* or call horizon\.follow"
 
 
 def model_of(horizon: Horizon | None, T: float = 1.2, **options: Any) -> nn.Sequential:
@@ -190,7 +191,8 @@ def test_a_block_that_is_called_twice_in_a_pass_adds_both() -> None:
 def test_nothing_is_kept_for_nobody() -> None:
     model = model_of(Horizon(C))
     model[0].nfe.reset()
-    loss_of(model, batch()).backward()
+    with pytest.warns(UserWarning, match=NOBODY):
+        loss_of(model, batch()).backward()
     alone = model[0].nfe.forward
     other = model_of(None)
     loss_of(other, batch()).backward()
@@ -262,7 +264,8 @@ def test_detach_lets_it_rest() -> None:
     model = model_of(Horizon(C))
     opt = OCNOpt(model.parameters(), model=model)
     opt.detach()
-    loss_of(model, batch()).backward()
+    with pytest.warns(UserWarning, match=NOBODY):
+        loss_of(model, batch()).backward()
     opt.step()
     assert model[0].t[1] == 1.2
 
@@ -324,3 +327,27 @@ def test_wrong_blocks() -> None:
             NeuralODE(Net(), t=t, learn_horizon=Horizon(1.0))
     with pytest.raises(ValueError, match=r"minimum must not exceed the length of the time interval, 1\.0, got 2"):
         NeuralODE(Net(), learn_horizon=Horizon(1.0, minimum=2))
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, OCNOpt])
+def test_that_nobody_moves_the_horizon_is_said_once(make: Any) -> None:
+    model, x = model_of(Horizon(C)), batch()
+    opt = make(model.parameters())  # without the model
+    with torch.no_grad():
+        model(x)
+    model.eval()(x)  # warnings are errors here
+    model.train()[0](x, t=(0.0, 1.0))  # nor does a call with times of its own learn any
+    with pytest.warns(UserWarning, match=rf"^NeuralODE\(Net\): {NOBODY}"):
+        loss_of(model, x).backward()
+    opt.step()
+    loss_of(model, x).backward()
+    assert model[0].t == (0.0, 1.2)
+
+
+def test_a_horizon_that_waits_for_its_step_is_followed() -> None:
+    model = model_of(Horizon(C, update_every=3))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[0].horizon.follow(opt, [*model[0].field.parameters()])
+    loss_of(model, batch()).backward()
+    opt.step()
+    assert model[0].t == (0.0, 1.2)

@@ -161,3 +161,11 @@ def test_one_step_of_the_adjoint_solve_is_said_where_there_is_one(arguments: dic
         block(batch())
     with pytest.warns(UserWarning, match=rf"adjoint_solver='{solver}' takes a single .* give adjoint_options={{'step_"):
         block(batch())
+
+
+def test_times_that_are_the_same_in_the_dtype_of_the_state() -> None:
+    block = NeuralODE(Fast(), t=(1e6, 1e6 + 0.01))
+    message = r"^NeuralODE\(Fast\): t: 1000000\.0 and 1000000\.01 are the same time in torch.float32, the dtype of the "
+    with pytest.raises(ValueError, match=message):
+        block(batch().float())
+    assert block(batch()).isfinite().all()

@@ -141,7 +141,9 @@ class NeuralODE(Host):
         final = mapped(lambda part: part[-1].clone(), states)
         whole = mapped(lambda part: part.clone() if part._is_view() else part, states)
         wanted: State = whole if all_times else final
-        if learns and self.horizon is not None and self.horizon.followed and self.horizon.due:
+        if learns and self.horizon is not None and not self.horizon.followed:
+            self._warn_once("horizon", self.horizon.alone)
+        elif learns and self.horizon is not None and self.horizon.due:
             self.horizon.watch(self.field, self._speed(times[-1], final), wanted, all_times)
         return wanted
 
@@ -160,6 +162,9 @@ class NeuralODE(Host):
         return Field(self.field, self.nfe, self._strays)
 
     def _solve(self, x: State, times: tuple[float, ...]) -> State:
+        why = time.why_not_apart(times, as_tuple(x)[0].dtype)
+        if why is not None:
+            raise ValueError(f"{self.name}: {why}")
         F, at = self._F(), time.on_device(times, as_tuple(x)[0])
         # nobody can choose a step by the error of nothing
         solver = self.solver if any(part.numel() for part in as_tuple(x)) else self.solver.plainest()

@@ -121,6 +121,14 @@ class LearnedHorizon(nn.Module):
         """Is there an optimizer whose steps move T?"""
         return any(ref() is not None for ref in self._followed.values())
 
+    @property
+    def alone(self) -> str:
+        """What to say to whoever trains the field while nobody moves T."""
+        return (
+            f"learn_horizon: no optimizer moves T, which stays {self.T:g}: pass model=... to OCNOpt, or call "
+            f"horizon.follow(optimizer, [*field.parameters()]) of the block for any other"
+        )
+
     def watch(self, field: nn.Module, speed: State, states: State, all_times: bool) -> None:
         """Add ψ = ⟨F(T, x_T), ∂L/∂x_T⟩ when the adjoint of the states arrives."""
         for f, x in zip(as_tuple(speed), as_tuple(states), strict=True):

@@ -33,6 +33,16 @@ def on_device(times: Sequence[float], like: Tensor) -> Tensor:
     return torch.tensor(times, dtype=like.dtype, device=like.device)
 
 
+def why_not_apart(times: Sequence[float], dtype: torch.dtype) -> str | None:
+    """Why times that differ are the same in the dtype of the state, in which torchdiffeq takes them, or ``None``."""
+    rounded = torch.tensor(times, dtype=dtype, device="cpu").tolist()
+    for (a, b), (first, second) in zip(pairwise(times), pairwise(rounded), strict=True):
+        if first == second:
+            what = f"{a} and {b} are the same time in {dtype}, the dtype of the state"
+            return f"t: {what}: begin nearer to 0, or solve in float64"
+    return None
+
+
 def segments(times: Tensor, count: int, step_size: float | None, adaptive: bool) -> list[Tensor]:
     """The times in at most ``count`` pieces, each beginning where the one before ended, with borders between them.
 
