@@ -68,6 +68,8 @@ class Arrangement:
         """Seat the players. Where the network is going to run again stage by stage, what that needs comes too."""
         self.game.why_accumulated = None
         this = passes[0] if passes else None
+        if tape is not None and tape.folded is not None:  # the first pass of the step is no longer on the tape
+            this = tape.folded.first
         order = self._defined if tape is None or not tape.order else tape.order
         order = order if this is None else this.order
         flow = None if tape is None else (this or tape).flow

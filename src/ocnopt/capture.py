@@ -57,7 +57,6 @@ class Tape:
             model.register_forward_hook(Hook(self._end), always_call=True),  # also when the model raises
         ]
         self._scaling = Scaling(model, lambda: self.need().calls or self.need().states)
-        self._handles += self._scaling.handles
         self._places: list[tuple[nn.Module, RemovableHandle, RemovableHandle]] = []
         for name, module in modules.items():
             before = module.register_forward_pre_hook(Hook(self._before(name)), with_kwargs=True)
@@ -68,6 +67,7 @@ class Tape:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+        self._scaling.remove()
         self.clear()
 
     @contextmanager
@@ -121,7 +121,7 @@ class Tape:
         activation checkpointing, run again, and the first one has been recorded.
         """
         idle = self.rollout is not None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
-        return Need() if idle else self.need()
+        return Need() if idle or _transforming() else self.need()
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._current, self._open, self._counts, self._graph = None, [], {}, []
@@ -132,6 +132,7 @@ class Tape:
             self.clear()  # the gradients of earlier passes are gone, so their records are of no use
         elif self.records:
             self.before_pass()
+        self._scaling.watch(model)
         if need.calls or need.states:  # then the model may run again
             self._keep_places()
             self._others.watch()
@@ -156,7 +157,10 @@ class Tape:
         self._keep_places()
         if this.environment is not None:
             this.environment.idle = idle
-        self.order, self.flow, this.flow = this.order, flow, flow
+        this.flow = flow
+        if output is None:  # the model has raised: nothing comes of this pass
+            return None
+        self.order, self.flow = this.order, flow
         if not self.need().states:
             return None
         outputs = floating(output)
@@ -353,6 +357,12 @@ def _watched(record: Record, nodes: list[Any], t: Tensor, alias: bool) -> Tensor
     t = t.view_as(t)
     t.register_hook(_adder(record.d, i, record.sinks))
     return t
+
+
+def _transforming() -> bool:
+    """Does ``torch.func``, a tracer or an exporter run the model? What they do with it is no training."""
+    functorch = torch._C._functorch.peek_interpreter_stack() is not None
+    return functorch or torch._C._is_tracing() or torch.compiler.is_exporting()
 
 
 def sinks_of(module: nn.Module) -> Sinks:

@@ -40,10 +40,25 @@ class Loading:
     def begin(self, _: Optimizer, saved: dict[str, Any]) -> None:
         """Look at what is to be loaded before anything is touched."""
         theirs = [g.get("curvature") for g in saved["param_groups"]]
+        if theirs and not any("feedback" in g or "curvature" in g for g in saved["param_groups"]):
+            raise ValueError("the checkpoint is of another optimizer than OCNOpt; begin with a new state instead")
+        self._check_shapes(saved)
         for name, curvature in zip(theirs, self.curvatures, strict=False):  # another number of groups is torch's to say
             if name is not None and name not in BY_NAME and name != curvature.name:
                 raise ValueError(f"the checkpoint has curvature {name!r}, this optimizer {curvature.name!r}")
         self.saved = saved
+
+    def _check_shapes(self, saved: dict[str, Any]) -> None:
+        order = [i for g in saved["param_groups"] for i in g["params"]]
+        params = [p for g in self.optimizer.param_groups for p in g["params"]]
+        for i, p in zip(order, params, strict=False):
+            for key in ("momentum", "second_moment"):
+                value = saved["state"].get(i, {}).get(key)
+                if isinstance(value, Tensor) and value.shape != p.shape:
+                    raise ValueError(
+                        f"the checkpoint is of another network: {key} of parameter {i} has shape {tuple(value.shape)}, "
+                        f"the parameter {tuple(p.shape)}"
+                    )
 
     def finish(self) -> None:
         """Put back what torch could not load."""

@@ -82,7 +82,7 @@ class Fallbacks:
     def _look(self, calls: Calls, folded: Folded | None, players: Sequence[Player], world: World) -> dict[Player, Told]:
         """All processes must come to the same verdict: what they add up depends on it."""
         world.must_agree(" ".join(player.name for player in players), "do not have gradients of the same parameters")
-        mine = [_verdict(calls, folded or Folded(), player) for player in players]
+        mine = [_verdict(calls, folded, player) for player in players]
         theirs = zip(*world.gather_ints([verdict for verdict, _ in mine]), strict=True)
         told: dict[Player, Told] = {}
         for player, (verdict, why), worst in zip(players, mine, map(max, theirs), strict=True):
@@ -172,11 +172,11 @@ class Fallbacks:
             warnings.warn(f"{name}: {why}; {effect}", stacklevel=9)
 
 
-def _verdict(calls: Calls, folded: Folded, player: Player) -> Told:
+def _verdict(calls: Calls, folded: Folded | None, player: Player) -> Told:
     first = player.params[0]
-    if first in folded.whole:
+    if folded is not None and first in folded.whole:
         return Verdict.UNUSABLE, folded.whole[first]
-    if first in folded.columns and not calls.records(player):
+    if folded is not None and first in folded.columns and not calls.records(player):
         return Verdict.FINE, None
     if not calls.looked_at(player):
         return Verdict.NOT_TOLD, None

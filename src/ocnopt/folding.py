@@ -24,7 +24,7 @@ def samples_of(
     if rank == 1:
         return Samples(1, rows)
     if accumulate > 1:
-        planned = [next(iter(rows.values()), 0) * accumulate] * world.size
+        planned = [next((n for n in rows.values() if n), 0) * accumulate] * world.size
     else:
         planned = [total for (total,) in world.gather_ints([sum(rows.values())])]
     if not over or world.size == 1:

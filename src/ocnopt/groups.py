@@ -136,8 +136,9 @@ class Samples:
         rows = rows or {}
         planned = [sum(rows.values())] if planned is None else planned
         whole, start = Groups(sum(planned), sum(planned) if rank == "full" else int(rank)), sum(planned[:place])
-        cuts = {each: _overlap(whole, start + a, start + b) for each, (a, b) in _places(rows).items()}
-        sizes = everywhere([sum(cut[g] for cut in cuts.values()) for g in range(whole.rank)])
+        width = whole.rank if rank == "full" else int(rank)  # the same everywhere, whatever each process has planned
+        cuts = {each: _overlap(whole, start + a, start + b, width) for each, (a, b) in _places(rows).items()}
+        sizes = everywhere([sum(cut[g] for cut in cuts.values()) for g in range(width)])
         kept = [g for g, n in enumerate(sizes) if n] or [0]
         self.groups = Groups.of_sizes([sizes[g] for g in kept])
         self._parts = {each: self._part([cut[g] for g in kept]) for each, cut in cuts.items()}
@@ -162,7 +163,7 @@ def _places(rows: Mapping[Any, int]) -> dict[Any, tuple[int, int]]:
     return dict(zip(rows, pairwise(accumulate(rows.values(), initial=0)), strict=True))
 
 
-def _overlap(groups: Groups, start: int, end: int) -> list[int]:
-    """How many of some rows are in each group; those beyond the end are in the last."""
+def _overlap(groups: Groups, start: int, end: int, width: int) -> list[int]:
+    """How many of some rows are in each group, of ``width``; those beyond the end are in the last that there is."""
     starts = [*groups.starts[:-1], max(end, groups.batch)]
-    return [max(min(end, b) - max(start, a), 0) for a, b in pairwise(starts)]
+    return [max(min(end, b) - max(start, a), 0) for a, b in pairwise(starts)] + [0] * (width - groups.rank)

@@ -29,7 +29,7 @@ from ocnopt.memory import usage
 from ocnopt.play import Snapshot, play
 from ocnopt.players import Player, find_uses, resolve
 from ocnopt.problem import pose
-from ocnopt.records import Folded, Need
+from ocnopt.records import Folded, Need, Pass
 from ocnopt.rehearsal import is_rehearsal, rehearse
 from ocnopt.remeasure import Remeasure
 from ocnopt.rng import AllRNG
@@ -408,7 +408,7 @@ class OCNOpt(Optimizer):
         if tape is None or group["accumulate"] == 1 or kronecker or self._need().states or not self._need().calls:
             return
         passes = passes_of(tape, group)
-        tape.folded = tape.folded or Folded()
+        tape.folded = tape.folded or Folded(Pass(None, order=passes[0].order, flow=passes[0].flow))
         with without_autocast():
             world = self._world or World()
             samples = samples_of(tape.folded, passes, self._rank, group["accumulate"], world, over=False)

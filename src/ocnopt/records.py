@@ -137,6 +137,7 @@ class Record:
 class Folded:
     """Group gradients of passes that are over, added up: r·P numbers, however many they were."""
 
+    first: Pass  # what it did, without what it saw
     rows: list[int] = field(default_factory=list)  # of each pass
     columns: dict[Tensor, Tensor] = field(default_factory=dict)  # parameter → [r, *shape], of the groups so far
     whole: dict[Tensor, str] = field(default_factory=dict)  # parameters that could not be split, and why

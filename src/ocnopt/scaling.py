@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ocnopt import whole_step
 from ocnopt.distributed import World
@@ -21,18 +22,34 @@ _CLIPPED = 5
 
 
 class Scaling:
-    """Remembers a few entries of a few gradients; the smallest tensors will do."""
+    """Remembers a few entries of a few gradients, of those that come first."""
 
     def __init__(self, model: nn.Module, wanted: Callable[[], bool]) -> None:
         trained = sorted((p for p in model.parameters() if p.requires_grad), key=Tensor.numel)
-        self._watched = trained[:_PARAMETERS]
+        self._watched = trained[:_PARAMETERS]  # of all processes together: the smallest
         self._wanted = wanted
+        self._shared = set(self._watched)
+        self._hooks: dict[Tensor, RemovableHandle] = {}
         self._kept: dict[Tensor, Tensor] = {}  # some entries of a gradient, as the backward pass left them
         self._left: dict[Tensor, tuple[Tensor, int]] = {}  # the gradient itself, and how often it was written to
-        self.handles = [p.register_post_accumulate_grad_hook(self._keep) for p in self._watched]
+        self.watch(model)
+
+    def watch(self, model: nn.Module) -> None:
+        """Also what has been thawed since."""
+        for p in model.parameters():
+            if p.requires_grad and p.is_leaf and p not in self._hooks:
+                self._hooks[p] = p.register_post_accumulate_grad_hook(self._keep)
+
+    def remove(self) -> None:
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+        self.clear()
 
     def _keep(self, p: Tensor) -> None:
-        if p.grad is not None and self._wanted() and not _untouched(p):
+        if not self._wanted() or (len(self._kept) >= _PARAMETERS and p not in self._kept and p not in self._shared):
+            return
+        if p.grad is not None and not _untouched(p):
             self._kept[p], self._left[p] = _sample(p.grad).clone(), (p.grad, p.grad._version)
 
     def clear(self) -> None:
@@ -93,15 +110,21 @@ def _sample(grad: Tensor) -> Tensor:
 
 
 def _ratio(then: Tensor, now: Tensor) -> Tensor:
-    """What the entries were multiplied by: all of them, or many of them by far more than anybody clips: a scaler."""
+    """What the entries were multiplied by: all of them, or, by a scaler, many of them or the whole."""
     ratios = now / then
     middle = _middle(ratios)
     alike = (ratios - middle).abs() <= 1e-2 * middle.abs()  # not NaN
     known = ratios.isfinite().sum()
     products, squares = (torch.where(alike, then * each, 0).sum() for each in (now, then))
     ratio = products / squares
-    many = (4 * alike.sum() >= known) & (alike.sum() >= known.clamp_max(3)) & (torch.log2(ratio).abs() > _CLIPPED)
-    return torch.where(many | (alike.sum() == known), ratio, 1.0).nan_to_num(1.0, 1.0, 1.0)
+    many = (4 * alike.sum() >= known) & (alike.sum() >= known.clamp_max(3)) & _is_far(ratio)
+    rough = torch.where(ratios.isfinite(), now * then, 0).sum() / torch.where(ratios.isfinite(), then * then, 0).sum()
+    rough = torch.where(_is_far(rough), torch.exp2(torch.log2(rough).round()), 1.0)  # scalers have powers of two
+    return torch.where(many | (alike.sum() == known), ratio, rough).nan_to_num(1.0, 1.0, 1.0)
+
+
+def _is_far(ratio: Tensor) -> Tensor:
+    return torch.log2(ratio).abs() > _CLIPPED
 
 
 def _middle(values: Tensor) -> Tensor:

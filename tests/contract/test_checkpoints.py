@@ -105,3 +105,24 @@ def test_another_number_of_parameters_is_refused() -> None:
     opt, opt2 = OCNOpt(mlp().parameters()), OCNOpt(mlp(depth=2).parameters())
     with pytest.raises(ValueError, match="doesn't match the size"):
         opt2.load_state_dict(opt.state_dict())
+
+
+def test_the_checkpoint_of_another_optimizer_is_refused() -> None:
+    model = mlp()
+    adam = torch.optim.Adam(model.parameters())
+    train(model, adam, batches(1))
+    opt = OCNOpt(model.parameters())
+    before = opt.state_dict()
+    with pytest.raises(ValueError, match="the checkpoint is of another optimizer than OCNOpt"):
+        opt.load_state_dict(adam.state_dict())
+    assert opt.state_dict() == before
+
+
+def test_the_checkpoint_of_another_network_is_refused() -> None:
+    model, other = mlp(), mlp(width=7)
+    saved = OCNOpt(other.parameters())
+    train(other, saved, batches(1))
+    opt = OCNOpt(model.parameters())
+    with pytest.raises(ValueError, match=r"momentum of parameter 0 has shape \(7, 5\), the parameter \(4, 5\)"):
+        opt.load_state_dict(saved.state_dict())
+    assert not opt.state

@@ -154,8 +154,8 @@ def test_half_precision_adjoints_do_not_underflow() -> None:
     assert kernels.max() < 1e-8  # of the loss itself, and not of the scaled one
 
 
-def _penalised(g: Tensor) -> Tensor:
-    return g + 0.1 * torch.linspace(-1, 1, g.numel(), dtype=g.dtype).view(g.shape)
+def _penalised(g: Tensor, size: float = 0.1) -> Tensor:
+    return g + size * torch.linspace(-1, 1, g.numel(), dtype=g.dtype).view(g.shape)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +167,7 @@ def _penalised(g: Tensor) -> Tensor:
         (lambda g: g.clamp(-0.1, 0.1), 1),
         (lambda g: (g / 1024).clamp(-0.1 / 1024, 0.1 / 1024), 1 / 1024),
         (_penalised, 1),
+        (lambda g: _penalised(g / 1024, 1e-4), 1 / 1024),
         (torch.randn_like, 1),
         (lambda g: 0 * g, 0),
         (lambda g: g * float("nan"), 1),
@@ -181,3 +182,35 @@ def test_what_was_done_to_the_gradients(change: Callable[[Tensor], Tensor], fact
     opt._tape.rescale(World())
     scale = opt._tape.passes[0].scale
     assert (1.0 if scale is None else scale.item()) == pytest.approx(factor, rel=3e-3)
+
+
+@pytest.mark.parametrize("game", [GAMES[1], GAMES[-1]], ids=name_of)
+def test_whichever_parameters_have_gradients(game: dict[str, Any]) -> None:
+    """Many small ones that are not used, and in the third step the layers that were frozen before."""
+
+    class Many(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.ModuleList(nn.Linear(1, 1) for _ in range(20))
+            self.body = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x)
+
+    found = []
+    for scale in (1.0, 2.0**12):
+        torch.manual_seed(0)
+        model = Many().double()
+        opt = OCNOpt(model.parameters(), 0.05, model=model, damping=0.1, **game)
+        for i, (x, y) in enumerate(batches(4)):
+            model.body[0].requires_grad_(i > 1)
+            model.body[2].requires_grad_(i < 2)
+            opt.zero_grad()
+            (scale * cross_entropy(model(x), y)).backward()
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad /= scale
+            opt.step()
+        found.append(values(model))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)

@@ -91,7 +91,7 @@ class LearnedHorizon(nn.Module):
         self._psi: list[Tensor] = []  # of the gradient that the field holds now
         self._backward = -1  # the pass in which the last of them arrived
         self._before: list[Tensor] = []
-        self._handles: dict[int, list[RemovableHandle]] = {}
+        self._handles: dict[int, list[RemovableHandle | Scaling]] = {}
         self._followed: dict[int, weakref.ref[torch.optim.Optimizer]] = {}  # by optimizer, as the handles
         self._scaling: dict[int, Scaling] = {}
         self._worlds: dict[int, World | None] = {}  # if somebody has said
@@ -188,7 +188,7 @@ class LearnedHorizon(nn.Module):
         self._handles[id(optimizer)] = [
             optimizer.register_step_pre_hook(before),
             optimizer.register_step_post_hook(after),
-            *scaling.handles,
+            scaling,
         ]
 
     def leave(self, optimizer: torch.optim.Optimizer) -> None:
