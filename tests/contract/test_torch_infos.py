@@ -30,7 +30,7 @@ from torch.testing._internal.common_optimizers import (
 from ocnopt import OCNOpt
 
 # torch's own test helpers forbid to set flags of its backends, for the whole process and all that is tested in it
-setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)  # noqa: B010 (a class would mangle the name)
+torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "bare": {},
