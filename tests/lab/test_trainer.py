@@ -186,8 +186,8 @@ def test_a_network_that_does_not_fit_is_refused_by_its_key() -> None:
 
 
 def test_who_needs_the_whole_batch_is_refused_among_several_processes() -> None:
-    config = small_run({"name": "ocnopt", "rank": 2})
-    with pytest.raises(ConfigError, match=r"rank=2 .* not under torchrun"):
+    config = small_run({"name": "ekfac"})
+    with pytest.raises(ConfigError, match=r"EKFAC .* not under torchrun"):
         Trainer(config, load_data(config.data), Memory(), world=World(0, 2))
 
 
