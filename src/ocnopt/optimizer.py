@@ -16,7 +16,7 @@ from ocnopt import arguments, shards, whole_step
 from ocnopt.arrangement import Arrangement, passes_of
 from ocnopt.capture import Tape
 from ocnopt.checkpoints import Loading, complete
-from ocnopt.curvature import Curvature
+from ocnopt.curvature import BY_NAME, Curvature
 from ocnopt.diagnostics import Diagnostics
 from ocnopt.distributed import World, check_known, check_steps, unwrapped
 from ocnopt.fallbacks import Fallbacks
@@ -387,8 +387,9 @@ class OCNOpt(Optimizer):
         before = loss.detach() if isinstance(loss, Tensor) else loss
         if before is not None and not isinstance(before, Tensor):
             before = torch.tensor(before, dtype=torch.float64)
-        may_fail = group["feedback"] == "nonlinear" and not whole_step.underway()
-        with Snapshot(players, self.state) if may_fail else nullcontext():
+        # where code of others runs in the middle of it: the model, or a curvature of somebody's own
+        others = group["feedback"] == "nonlinear" or any(p.curvature.name not in BY_NAME for p in players)
+        with Snapshot(players, self.state) if others and not whole_step.underway() else nullcontext():
             seen, maximize = self._fallbacks.seen, group["maximize"]
             problem = pose(players, stages, records, folded, self.state, samples, before, maximize, world, seen)
             self._diagnostics = play(problem, group, self._tape, passes, samples, live, world)

@@ -183,3 +183,20 @@ def test_an_optimizer_made_before_the_registration_still_works(registered: None)
     before = values(model)
     train(model, opt, batches(1))
     assert_identical([t.isfinite().all().item() for t in before], [True] * len(before))
+
+
+@pytest.mark.parametrize("feedback", ["linear", "nonlinear", "off"])
+def test_nothing_is_lost_when_it_fails(feedback: str) -> None:
+    class Failing(Stiff):
+        def measure(self, bucket: Any, a: Tensor | None) -> Metric:
+            super().measure(bucket, a)
+            raise ArithmeticError("no curvature today")
+
+    model = mlp()
+    groups = [{"params": model[0].parameters(), "curvature": "adaptive"}, {"params": model[1:].parameters()}]
+    opt = OCNOpt(groups, model=model, curvature=Failing(4.0), feedback=feedback)
+    before = values(model)
+    with pytest.raises(ArithmeticError, match="no curvature today"):
+        train(model, opt, batches(1))
+    assert_identical(values(model), before)
+    assert not any(state_of(opt))
