@@ -118,8 +118,7 @@ def test_what_adaptive_alignment_needs() -> None:
         trainer.train()
 
 
-@pytest.mark.parametrize("alignment", ["adaptive", "random"])
-def test_processes_would_not_agree_on_an_alignment(alignment: str) -> None:
-    config = small_run({"name": "ocnopt", "bellman": "paper", "alignment": alignment})
-    with pytest.raises(ConfigError, match=f"alignment='{alignment}' is drawn anew in every .* torchrun"):
+def test_processes_would_not_agree_on_an_adaptive_alignment() -> None:
+    config = small_run({"name": "ocnopt", "bellman": "paper", "alignment": "adaptive"})
+    with pytest.raises(ConfigError, match=r"alignment='adaptive' would get another reward in each .* torchrun"):
         Trainer(config, load_data(config.data), Memory(), world=World(0, 2))
