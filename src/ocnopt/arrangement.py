@@ -15,6 +15,7 @@ from ocnopt.games.game import Game, Round
 from ocnopt.games.live import Live
 from ocnopt.games.replay import verify
 from ocnopt.groups import Part, Samples
+from ocnopt.phases import ROLLOUT
 from ocnopt.players import Player
 from ocnopt.records import Need, Pass
 from ocnopt.stages import Stages
@@ -97,6 +98,7 @@ class Arrangement:
             self.game.why_accumulated = why
         return self._seated(players, order, None if why is not None else placed), live
 
+    @ROLLOUT
     def _all_live(
         self,
         placed: Round,

@@ -19,6 +19,7 @@ from ocnopt.gradients import GroupGradients
 from ocnopt.groups import Part
 from ocnopt.layers.base import Call
 from ocnopt.multi import ema_
+from ocnopt.phases import CURVATURE
 from ocnopt.players import Player
 from ocnopt.shards import local
 
@@ -44,6 +45,11 @@ class Bucket:
     owners: World = field(default_factory=World)  # the processes that hold a part of each parameter
     failed_refreshes: int = field(default=0)
     metric: Metric | None = field(default=None)
+
+    @CURVATURE
+    def measure(self, a: Tensor | None) -> None:
+        """Let the curvature learn from this step, see :meth:`Curvature.measure`."""
+        self.metric = self.curvature.measure(self, a)
 
     @property
     def steps(self) -> Tensor:

@@ -17,6 +17,7 @@ from ocnopt.distributed import World
 from ocnopt.games.live import Live, roll_out
 from ocnopt.groups import Samples
 from ocnopt.linalg import without_autocast
+from ocnopt.phases import BELLMAN, ROLLOUT
 from ocnopt.players import Player
 from ocnopt.problem import Kernels, Problem
 from ocnopt.records import Pass
@@ -65,7 +66,7 @@ def play(
 def _descend(problem: Problem) -> Diagnostics:
     """No game: w = 1, the optimizer that the curvature belongs to."""
     for bucket in problem.buckets:
-        bucket.metric = bucket.curvature.measure(bucket, None)
+        bucket.measure(None)
     problem.act(None, torch.ones_like(problem.fractions))
     return Diagnostics(failed_refreshes=problem.failed_refreshes)
 
@@ -78,6 +79,7 @@ class Answers:
         self._kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._all: tuple[Tensor, Tensor] | None = None
 
+    @BELLMAN
     def ask(self, k: int, s: Tensor) -> list[tuple[list[int], Tensor]]:
         """The weights of the seats of a stage: one answer where they cooperate."""
         seats = self.stages.seats[k]
@@ -91,6 +93,7 @@ class Answers:
     def _one_answer(self) -> bool:
         return not isinstance(self.policy, Consistent) or self.policy.cooperative
 
+    @BELLMAN
     def ask_once(self) -> Tensor | None:
         """The linear rollout of consistent mode: one w for all stages, if all players cooperate."""
         if not isinstance(self.policy, Consistent) or not self.policy.cooperative:
@@ -120,6 +123,7 @@ class Answers:
         return torch.stack([self._kept[seat][i] for seat in range(len(self.stages.stage_of))])
 
 
+@ROLLOUT
 def _linear(problem: Problem, kernels: Kernels, answers: Answers) -> None:
     w = answers.ask_once()
     if w is not None:
@@ -133,6 +137,7 @@ def _linear(problem: Problem, kernels: Kernels, answers: Answers) -> None:
             s = s - torch.stack([K[i] for i in seats]).sum(0) @ w - torch.stack([u[i] for i in seats]).sum(0)
 
 
+@ROLLOUT
 def _nonlinear(
     problem: Problem,
     kernels: Kernels,

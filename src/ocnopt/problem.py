@@ -20,6 +20,7 @@ from ocnopt.groups import Samples
 from ocnopt.layers.base import compute_dtype
 from ocnopt.linalg import full_precision
 from ocnopt.multi import finite, sums_finite
+from ocnopt.phases import BELLMAN, GRADIENTS, UPDATE
 from ocnopt.players import Player
 from ocnopt.records import Folded, Record
 from ocnopt.stages import Stages
@@ -115,13 +116,14 @@ class Problem:
 
     # --- the backward pass of dynamic programming ---
 
+    @BELLMAN
     def solve(self, mode: str, gauss_newton: float, cooperative: bool) -> tuple[Policy, Kernels]:
         precision = terminal_precision(self.fractions, gauss_newton)
         stage_of = self.stages.stage_of
         with full_precision():
             if mode == "consistent":
                 for bucket in self.buckets:
-                    bucket.metric = bucket.curvature.measure(bucket, None)
+                    bucket.measure(None)
                 kernels = Kernels([self._part(bucket, paper=False) for bucket in self.buckets], stage_of)
                 return Consistent(kernels, precision, stage_of, cooperative), kernels
             return self._solve_backward(Paper(precision, stage_of))
@@ -133,7 +135,7 @@ class Problem:
         for theirs in reversed(split):
             here = [bucket for bucket in theirs if bucket is not None]
             for bucket in here:
-                bucket.metric = bucket.curvature.measure(bucket, policy.a.to(bucket.ok))
+                bucket.measure(policy.a.to(bucket.ok))
             mine = [self._part(bucket, paper=True) for bucket in here]
             policy.add_stage(*Kernels(mine, stage_of).total)
             parts += mine
@@ -156,6 +158,7 @@ class Problem:
 
     # --- acting ---
 
+    @UPDATE
     def act(self, seats: Sequence[int] | None, w: Tensor) -> None:
         """Update the players of some seats, or all of them, with weights w."""
         for bucket in self.buckets:
@@ -163,6 +166,7 @@ class Problem:
             if chosen is not None:
                 chosen.apply(w.to(bucket.ok))
 
+    @UPDATE
     def tick(self) -> None:
         """Advance the clocks: a step that was masked did not happen."""
         for clock in {id(b.clock): b.clock for b in self.buckets}.values():
@@ -190,6 +194,7 @@ def _placement(places: Sequence[int], count: int, like: Tensor) -> Tensor:
 # --- posing the problem ---
 
 
+@GRADIENTS
 def pose(
     players: list[Player],
     stages: Stages,

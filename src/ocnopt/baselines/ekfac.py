@@ -20,6 +20,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from ocnopt.baselines.chain import require
 from ocnopt.linalg import safe_eigh
+from ocnopt.phases import CURVATURE, UPDATE
 
 KroneckerLayer = nn.Linear | nn.Conv2d
 
@@ -130,6 +131,7 @@ class EKFAC(Optimizer):
                 self._descend(p, preconditioned.get(p, p.grad), group)
         return loss
 
+    @UPDATE
     def _descend(self, p: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
         """SGD with momentum along ``direction``, as torch's SGD does along the gradient."""
         if group["weight_decay"] != 0:
@@ -143,6 +145,7 @@ class EKFAC(Optimizer):
             direction = state["momentum_buffer"]
         p.add_(direction, alpha=-group["lr"])
 
+    @UPDATE
     def _precondition(
         self, name: str, layer: KroneckerLayer, group_of: dict[Tensor, dict[str, Any]]
     ) -> dict[Tensor, Tensor]:
@@ -165,6 +168,7 @@ class EKFAC(Optimizer):
             return {layer.weight: N.view_as(layer.weight)}
         return {layer.weight: N[:, :-1].reshape(layer.weight.shape), layer.bias: N[:, -1].clone()}
 
+    @CURVATURE
     def _update_statistics(
         self, name: str, state: dict[str, Any], group: dict[str, Any], records: list[Record], batch: int
     ) -> None:
