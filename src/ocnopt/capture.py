@@ -24,6 +24,7 @@ from ocnopt.hosts import Host
 from ocnopt.records import Folded, Need, Pass, Record, Rollout, Sinks, detached, floating, versions_of
 from ocnopt.rng import AllRNG, RNGState
 from ocnopt.scaling import Scaling
+from ocnopt.shards import is_sharded
 from ocnopt.trees import mapped, tensors
 
 
@@ -37,8 +38,9 @@ class Tape:
         self.records: list[Record] = []
         self.folded: Folded | None = None  # what is left of earlier passes
         self.before_pass: Callable[[], None] = lambda: None  # told of a pass while the tape holds others
-        self.order: list[str] = []  # of the last pass
-        self.flow: Flow | None = None  # of the last pass
+        self.order: list[str] = []  # of the last pass that was trained on; until one was, of the last pass
+        self.flow: Flow | None = None  # likewise
+        self._trained = False  # is it one that was trained on?
         self._follower = Follower()
         self.rollout: Rollout | None = None
         self.randomised: set[str] = set()  # modules that draw random numbers which their adapter must draw again
@@ -86,7 +88,7 @@ class Tape:
 
     def clear(self) -> None:
         """Forget what arrived. The graph may still be alive: a second backward pass through it starts from nothing."""
-        self.folded = None
+        self.folded, self._trained = None, False
         self.forget()
         self._scaling.clear()
         self._follower.clear()
@@ -160,10 +162,13 @@ class Tape:
         this.flow = flow
         if output is None:  # the model has raised: nothing comes of this pass
             return None
-        self.order, self.flow = this.order, flow
-        if not self.need().states:
+        if not self._trained:
+            self.order, self.flow = this.order, flow
+        outputs, need = floating(output), self.need()
+        if need.flow and not need.states:
+            self._await_backward(this, outputs)
+        if not need.states:
             return None
-        outputs = floating(output)
         nodes = [t.grad_fn for t in outputs if t.grad_fn is not None]
         this.chain = self._chain = self._is_chain(tuple(this.order), nodes)
         this.outputs, this.output_versions = [t.detach() for t in outputs], versions_of(outputs)
@@ -188,9 +193,26 @@ class Tape:
         def hook(D: Tensor) -> None:
             if trains(this.sinks):
                 self._notice_backward()
+                self._settle(this)
                 add(D)
 
         return hook
+
+    def _await_backward(self, this: Pass, outputs: list[Tensor]) -> None:
+        """Who acts when is all that is asked of the pass, if it is this one that is trained on."""
+        this = Pass(None, order=this.order, flow=this.flow)  # without what it saw
+
+        def hook(_: Tensor) -> None:
+            if trains(sinks_of(self.model)):
+                self._settle(this)
+
+        for t in outputs:
+            if t.grad_fn is not None:
+                t.register_hook(hook)
+
+    def _settle(self, this: Pass) -> None:
+        """This pass is trained on. Others, before or after it, have no say in who acts when."""
+        self.order, self.flow, self._trained = this.order, this.flow, True
 
     def _notice_backward(self) -> None:
         """What was there before a backward pass that starts from gradients of nothing (``model.zero_grad()``) is of no
@@ -366,8 +388,10 @@ def _transforming() -> bool:
 
 
 def sinks_of(module: nn.Module) -> Sinks:
-    leaves = [p for p in module.parameters() if p.requires_grad and p.is_leaf]
-    return [p.view_as(p).grad_fn.next_functions[0][0] for p in leaves]  # type: ignore[union-attr]
+    """Not of parameters that are sharded: whole ones stand in for them while the module runs."""
+    leaves = [p for p in module.parameters() if p.requires_grad and p.is_leaf and not is_sharded(p)]
+    with torch.enable_grad():  # a backward pass has none
+        return [p.view_as(p).grad_fn.next_functions[0][0] for p in leaves]  # type: ignore[union-attr]
 
 
 def trains(sinks: Sinks) -> bool:

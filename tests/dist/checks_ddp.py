@@ -206,6 +206,20 @@ def processes_that_play_different_games(rank: int) -> None:
     assert_close(values(net), before, 0, 0)
 
 
+def one_process_evaluates_by_another_way(rank: int) -> None:
+    """With gradients on, between backward pass and step: the layers act as in the pass that is trained on."""
+    net = Optional().double()
+    model, opt = together(net, {"find_unused_parameters": True}, bellman="paper")
+    for x, y in batches(2, size=ROWS):
+        opt.zero_grad()
+        cross_entropy(model(*mine(rank, x), True), *mine(rank, y)).backward()
+        if rank == 1:
+            net(x, False)
+        opt.step()
+        assert opt.diagnostics.layers[1].name == "detour"
+    assert_same_everywhere(net.parameters())
+
+
 def accumulation(rank: int) -> None:
     for options in KRONECKER:
         net, twin = mlp(), mlp()
@@ -467,6 +481,7 @@ CHECKS = [
     an_empty_batch,
     a_layer_that_one_process_does_not_use,
     processes_that_play_different_games,
+    one_process_evaluates_by_another_way,
     accumulation,
     scaled_and_clipped,
     what_is_not_finite_in_one_process,

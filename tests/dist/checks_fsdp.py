@@ -74,6 +74,28 @@ def assert_two_equal_one(rank: int, options: dict[str, Any], shown: bool = False
         assert opt.diagnostics.predicted_change == pytest.approx(its.diagnostics.predicted_change)
 
 
+def an_evaluation_by_another_way(rank: int) -> None:
+    """With gradients on, between backward pass and step: the layers act as in the pass that is trained on."""
+
+    class Backwards(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            a, b, last = self
+            return last(b(a(x).tanh()).tanh() if self.training else a(b(x)))
+
+    model = Backwards(*(nn.Linear(FEATURES, FEATURES) for _ in range(3)))
+    for layer in model[:2]:
+        fully_shard(layer)
+    fully_shard(model)
+    opt = OCNOpt(model.parameters(), 0.05, model=model, bellman="paper")
+    for x, y in batches(2, dtype=torch.float32):
+        opt.zero_grad()
+        cross_entropy(model.train()(x), y).backward()
+        model.eval()(x)
+        model.reshard()  # a backward pass would have done it
+        opt.step()
+        assert [layer.name for layer in opt.diagnostics.layers] == ["0", "1", "2"]
+
+
 def two_equal_one(rank: int) -> None:
     for options in PLAIN:
         assert_two_equal_one(rank, options)
@@ -213,6 +235,7 @@ CHECKS = [
     two_equal_one,
     two_equal_one_with_the_model_shown,
     two_equal_one_with_everything_else,
+    an_evaluation_by_another_way,
     copies_of_parts,
     some_parameters_are_whole,
     state_is_cut_like_its_parameter,

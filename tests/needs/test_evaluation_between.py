@@ -10,7 +10,9 @@ import pytest
 import torch
 from tests.toys import CLASSES, FEATURES, SOME_GAMES, assert_identical, batches, name_of, state_of, values
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from ocnopt import OCNOpt
 
@@ -111,24 +113,112 @@ def test_an_interlude_changes_nothing(game: dict[str, Any], interlude: Any, wher
     assert_identical(run(game, where, interlude), run(game, "nowhere", interlude))
 
 
-def test_the_order_of_stages_is_that_of_the_training_pass() -> None:
-    """A model that takes another way in evaluation does not take it in the step."""
+class TwoWays(nn.Module):
+    """Takes another way in evaluation; returns more than the loss is made of."""
 
-    class TwoWays(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.head = nn.Linear(FEATURES, 5), nn.Linear(5, 5), nn.Linear(5, CLASSES)
+    def __init__(self, forgets: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.head = (nn.Linear(FEATURES, n) for n in (FEATURES, FEATURES, CLASSES))
+        self.forgets = forgets
+        self.double()
 
-        def forward(self, x: Tensor) -> Tensor:
-            first, second = (self.a, self.b) if self.training else (self.b, self.a)
-            return self.head(torch.tanh(second(torch.tanh(first(x)))))
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        first, second = (self.a, self.b) if self.training else (self.b, self.a)
+        x = torch.tanh(second(torch.tanh(checkpoint(first, x, use_reentrant=False) if self.forgets else first(x))))
+        return {"features": x, "logits": self.head(x), "size": len(x), "input": x.detach()}
 
-    torch.manual_seed(0)
-    model = TwoWays().double()
-    opt = OCNOpt(model.parameters(), model=model, bellman="paper")
-    x, y = batches()[0]
-    loss = cross_entropy(model(x), y)
-    evaluate(model)
-    loss.backward()
-    opt.step()
+
+#: what asks the passes for who acts when, and for nothing else
+ORDERED: list[dict[str, Any]] = [
+    {"bellman": "paper"},
+    {"bellman": "paper", "feedback": "nonlinear"},
+    {"bellman": "paper", "curvature": "kronecker"},
+    {"bellman": "paper", "curvature": "kronecker", "factor_every": 3},
+    {"game": "noncooperative"},
+]
+
+
+def train_two_ways(
+    game: dict[str, Any],
+    where: str = "nowhere",
+    interlude: Callable[[nn.Module], None] = throw_away,
+    *,
+    forgets: bool = False,
+    compiled: bool = False,
+    passes: int = 1,
+    **loop: Any,
+) -> tuple[list[Any], list[Any]]:
+    inner = TwoWays(forgets)
+    opt = OCNOpt(inner.parameters(), 0.05, model=inner, **game)
+    model = torch.compile(inner, backend="eager") if compiled else inner
+    for pairs in zip(*[iter(batches(3 * passes))] * passes, strict=True):
+        opt.zero_grad(**loop)
+        for x, y in pairs:
+            logits = model(x)["logits"]
+            if where == "after forward":
+                interlude(model)
+            cross_entropy(logits, y).backward()
+            if where == "after backward":
+                interlude(model)
+        opt.step()
+    KEPT.clear()
     assert [layer.name for layer in opt.diagnostics.layers] == ["a", "b", "head"]
+    return values(inner), state_of(opt)
+
+
+def saliency(model: nn.Module) -> None:
+    model.eval()
+    x = OTHER.clone().requires_grad_()
+    torch.autograd.grad(model(x)["logits"].sum(), x)
+    model.train()
+
+
+def keep(model: nn.Module) -> None:
+    model.eval()
+    KEPT.append(model(OTHER)["logits"])
+    model.train()
+
+
+@pytest.mark.parametrize("where", ["after forward", "after backward"])
+@pytest.mark.parametrize("interlude", [evaluate, throw_away, keep, saliency])
+@pytest.mark.parametrize("game", ORDERED, ids=name_of)
+def test_the_stages_are_those_of_the_pass_that_is_trained_on(game: dict[str, Any], interlude: Any, where: str) -> None:
+    assert_identical(train_two_ways(game, where, interlude), train_two_ways(game))
+
+
+@pytest.mark.parametrize("game", [ORDERED[0], ORDERED[-1]], ids=name_of)
+@pytest.mark.parametrize(
+    "how",
+    [{"forgets": True}, {"compiled": True}, {"passes": 2}, {"passes": 2, "set_to_none": False}],
+    ids=name_of,
+)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler
+def test_whatever_else_is_done_to_that_pass(game: dict[str, Any], how: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    for where in ("after forward", "after backward"):
+        assert_identical(train_two_ways(game, where, **how), train_two_ways(game, **how))
+
+
+@pytest.mark.parametrize("game", [ORDERED[0], ORDERED[-1]], ids=name_of)
+def test_of_a_pass_whose_backward_was_thrown_away_nothing_is_left(game: dict[str, Any]) -> None:
+    """Evaluation, with gradients that nobody wants; the training pass has begun before they are given up."""
+
+    def forgotten(model: nn.Module) -> None:
+        model.eval()
+        cross_entropy(model(OTHER)["logits"], TARGETS).backward()
+        model.train().zero_grad()
+
+    assert_identical(train_two_ways(game, "after forward", forgotten), train_two_ways(game))
+
+
+def test_nothing_is_kept_of_a_pass_but_the_names_of_its_layers() -> None:
+    model = TwoWays()
+    opt = OCNOpt(model.parameters(), 0.05, model=model, bellman="paper")
+    x, y = batches()[0]
+    memory = StorageWeakRef(x.untyped_storage())
+    output = model(x)["logits"]
+    cross_entropy(output, y).backward()
+    del x  # the output, and with it the hooks on the graph, is still there
+    assert memory.expired()
+    assert opt.memory_usage() == {}
