@@ -304,9 +304,25 @@ def test_what_cannot_be_factorised_is_refused() -> None:
     tied[1].weight = tied[0].weight
     with pytest.raises(ValueError, match="ties the weights of layers '0' and '1'"):
         EKFAC(tied.parameters(), model=tied)
+    with pytest.raises(ValueError, match="bias of layer '' as well, or freeze it"):
+        EKFAC([(layer := nn.Linear(2, 2)).weight], model=layer)
     half = nn.Linear(2, 2).bfloat16()
     with pytest.raises(ValueError, match="float32 or float64"):
         EKFAC(half.parameters(), model=half)
+
+
+def test_a_bias_that_is_frozen_later_leaves_a_block_of_its_own() -> None:
+    model, x, y = small_problem(nn.Sequential(nn.Linear(4, 3)), 4)
+    opt = EKFAC(model.parameters(), 0.1, model=model)
+    for frozen in (False, True):
+        model[0].bias.requires_grad_(not frozen)
+        opt.zero_grad()
+        backward(model, x, y)
+        weight, bias = model[0].weight.detach().clone(), model[0].bias.detach().clone()
+        opt.step()
+        assert torch.equal(model[0].bias, bias) == frozen
+        assert not torch.equal(model[0].weight, weight)
+    assert opt.state[model[0].weight]["A"].shape == (4, 4)
 
 
 def test_a_model_that_was_not_run_is_noticed() -> None:

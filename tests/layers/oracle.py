@@ -120,6 +120,10 @@ def check_kronecker(adapter: Adapter, call: Call) -> None:
     assert inputs.x.shape[:3] == inputs.h.shape[:3]
     assert inputs.x.shape[0] == call.batch
     matrices = torch.einsum("nbtc,nbta->nbca", inputs.h, inputs.x)
+    assert adapter.kronecker_positions(call) == inputs.h.shape[2]
+    assert_same(adapter.kronecker_gradients(call), matrices)
+    for found, v in zip(adapter.kronecker_sums(call), (inputs.x, inputs.h), strict=True):
+        assert_same(found, torch.einsum("nbti,nbtj->bij", v, v))
     per_sample = adapter.group_gradients(call, Groups(call.batch, call.batch))
     rebuilt = adapter.from_matrix(call.module, matrices)
     assert tuple(rebuilt) == names

@@ -140,11 +140,11 @@ def test_ekfac_and_kfac_are_not_the_same() -> None:
 @pytest.mark.parametrize("bellman", ["consistent", "paper"])
 def test_pieces_add_up_to_the_whole(bellman: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer whose windows are too large for one piece gets the same step."""
-    from ocnopt.curvature import inputs
+    from ocnopt.layers import outer
 
     steps = []
-    for chunk in (1 << 22, 64):
-        monkeypatch.setattr(inputs, "_CHUNK", chunk)
+    for numbers in (1 << 22, 64):
+        monkeypatch.setattr(outer, "CACHED", numbers)
         torch.manual_seed(0)
         # fewer features than samples: in a null space of the factors any basis is as good as any other
         net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2)).double()

@@ -10,31 +10,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from ocnopt import layers
 from ocnopt.baselines.chain import require
+from ocnopt.curvature.eigen import turned
+from ocnopt.curvature.inputs import Inputs, Sums, squares_over
+from ocnopt.layers import Adapter, Call
 from ocnopt.linalg import safe_eigh
 from ocnopt.phases import CURVATURE, UPDATE
 
 KroneckerLayer = nn.Linear | nn.Conv2d
-
-# Per-sample gradients of layers with shared positions are formed for as many samples at a time as fit in this
-# many numbers.
-_CHUNK = 2**24
-
-
-@dataclass(frozen=True)
-class Record:
-    """Inputs x and output adjoints h of a layer in one pass, both ``[batch, shared, features]``."""
-
-    x: Tensor
-    h: Tensor
 
 
 class EKFAC(Optimizer):
@@ -87,6 +77,7 @@ class EKFAC(Optimizer):
             if isinstance(module, nn.Linear | nn.Conv2d) and module.weight in trained and _is_kronecker(module):
                 _refuse_half_precision(name, module)
                 self._refuse_tied(name, module)
+                self._refuse_half_trained(name, module, trained)
                 self._layers[name] = module
                 self._handles.append(module.register_forward_hook(self._recorder(name)))
 
@@ -96,6 +87,11 @@ class EKFAC(Optimizer):
                 raise ValueError(
                     f"model ties the weights of layers {other!r} and {name!r}: EKFAC cannot factorise them"
                 )
+
+    @staticmethod
+    def _refuse_half_trained(name: str, module: KroneckerLayer, trained: set[Tensor]) -> None:
+        if module.bias is not None and module.bias.requires_grad and module.bias not in trained:
+            raise ValueError(f"params must have the bias of layer {name!r} as well, or freeze it: it shares a block")
 
     def detach(self) -> None:
         """Remove the hooks from the model."""
@@ -150,39 +146,37 @@ class EKFAC(Optimizer):
         self, name: str, layer: KroneckerLayer, group_of: dict[Tensor, dict[str, Any]]
     ) -> dict[Tensor, Tensor]:
         """U (U^T G U / (s + λ)) U^T for the gradient matrix G ``[c, a]``; a bias is its last column."""
-        state, group = self.state[layer.weight], group_of[layer.weight]
-        with_bias = layer.bias is not None and layer.bias in group_of
+        state, group, adapter = self.state[layer.weight], group_of[layer.weight], _adapter(layer)
         if name in self._tape:
-            passes = list(self._tape[name].values())
-            batch = sum(calls[0][0].shape[0] for calls in passes)
-            records = [_joined(layer, calls, with_bias, batch) for calls in passes]
-            self._update_statistics(name, state, group, records, batch)
+            passes = [Inputs(adapter, [Call(layer, (x,), {}, h) for x, h in p]) for p in self._tape[name].values()]
+            self._update_statistics(name, state, group, passes, _gradient_matrix(layer, adapter))
         if "s" not in state:
             raise RuntimeError(
                 f"EKFAC has seen no backward pass through layer {name!r}: is model the module that computed the loss?"
             )
         U_A, U_C = state["U_A"], state["U_C"]
-        G = _gradient_matrix(layer, with_bias)
-        N = U_C @ ((U_C.T @ G @ U_A) / (state["s"] + group["damping"])) @ U_A.T
-        if layer.bias is None or not with_bias:
-            return {layer.weight: N.view_as(layer.weight)}
-        return {layer.weight: N[:, :-1].reshape(layer.weight.shape), layer.bias: N[:, -1].clone()}
+        N = U_C @ ((U_C.T @ _gradient_matrix(layer, adapter) @ U_A) / (state["s"] + group["damping"])) @ U_A.T
+        own = adapter.parameters(layer)
+        return {own[key]: step for key, step in adapter.from_matrix(layer, N[None]).items()}
 
     @CURVATURE
     def _update_statistics(
-        self, name: str, state: dict[str, Any], group: dict[str, Any], records: list[Record], batch: int
+        self, name: str, state: dict[str, Any], group: dict[str, Any], passes: list[Inputs], like: Tensor
     ) -> None:
-        """Running averages of A and C; the basis where one is due; s, carried over to each new basis."""
-        X = torch.cat([r.x.flatten(0, 1) for r in records])
-        H = torch.cat([r.h.flatten(0, 1) for r in records])
-        decay = group["factor_decay"]
-        _average(state, "A", X.T @ X / batch, decay)
-        _average(state, "C", H.T @ H / H.shape[0], decay)
+        """Running averages of A and C; the basis where one is due; s, carried over to each new basis. ``like``: G."""
+        if "A" in state and len(state["A"]) != like.shape[1]:  # a bias was frozen or thawed
+            for key in ("A", "C", "U_A", "U_C", "s", "step"):
+                state.pop(key, None)
+        c, a = like.shape
+        sums, decay = Sums.over(passes, like.new_empty(1, a, a), like.new_empty(1, c, c)), group["factor_decay"]
+        A, C = sums.factors()
+        _average(state, "A", A[0], decay)
+        _average(state, "C", C[0], decay)
         step = state.get("step", 0)
         if step % group["refresh_every"] == 0:
             _refresh_basis(name, state)
-        squares = torch.stack([_squares_in_basis(r, state["U_A"], state["U_C"]) for r in records]).sum(0)
-        _average(state, "s", squares / batch, decay)
+        squares = squares_over(passes, like[None], state["U_A"][None], state["U_C"][None])
+        _average(state, "s", squares[0] * sums.samples, decay)
         state["step"] = step + 1
 
     def _count_pass(self, module: nn.Module, args: Any) -> None:
@@ -212,63 +206,31 @@ def _refuse_half_precision(name: str, module: KroneckerLayer) -> None:
         raise ValueError(f"params must be float32 or float64 for EKFAC; layer {name!r} is {module.weight.dtype}")
 
 
-def _gradient_matrix(layer: KroneckerLayer, with_bias: bool) -> Tensor:
-    assert layer.weight.grad is not None
-    G = layer.weight.grad.flatten(1)
-    if layer.bias is None or not with_bias:
-        return G
-    bias_grad = layer.bias.grad if layer.bias.grad is not None else torch.zeros_like(layer.bias)
-    return torch.cat([G, bias_grad[:, None]], dim=1)
+def _adapter(layer: KroneckerLayer) -> Adapter:
+    adapter, why = layers.find(layer)
+    if adapter is None:
+        raise ValueError(f"EKFAC cannot factorise a layer of model: {why}")
+    return adapter
 
 
-def _as_record(module: KroneckerLayer, x: Tensor, h: Tensor) -> Record:
-    if isinstance(module, nn.Conv2d):
-        # Padding first, in the module's own way, then every receptive field as one row of features.
-        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        padded = F.pad(x, module._reversed_padding_repeated_twice, mode=mode)
-        patches = F.unfold(padded, module.kernel_size, dilation=module.dilation, stride=module.stride)
-        return Record(patches.mT, h.flatten(2).mT)
-    if x.dim() < 2:
-        raise ValueError("inputs must have the samples as dimension 0; a Linear layer received a single vector")
-    return Record(x.reshape(x.shape[0], -1, x.shape[-1]), h.reshape(h.shape[0], -1, h.shape[-1]))
-
-
-def _joined(layer: KroneckerLayer, calls: list[tuple[Tensor, Tensor]], with_bias: bool, batch: int) -> Record:
-    """All executions in one pass: the same samples at more positions. h in the scale of a single sample's
-    loss.
-    """
-    records = [_as_record(layer, x, h) for x, h in calls]
-    x = torch.cat([r.x for r in records], dim=1)
-    h = torch.cat([r.h for r in records], dim=1) * batch
-    if with_bias:
-        x = torch.cat([x, x.new_ones(*x.shape[:2], 1)], dim=2)
-    return Record(x, h)
-
-
-def _squares_in_basis(record: Record, U_A: Tensor, U_C: Tensor) -> Tensor:
-    """Σ_i (U_C^T g_i U_A)² with g_i = Σ_t h_it x_it^T, ``[c, a]``."""
-    x, h = record.x @ U_A, record.h @ U_C
-    if x.shape[1] == 1:  # the square of an outer product is the outer product of the squares
-        return h[:, 0].square().T @ x[:, 0].square()
-    chunk = max(1, _CHUNK // (x.shape[2] * h.shape[2]))
-    total = x.new_zeros(h.shape[2], x.shape[2])
-    for x_part, h_part in zip(x.split(chunk), h.split(chunk), strict=True):
-        total += (h_part.mT @ x_part).square_().sum(0)
-    return total
+def _gradient_matrix(layer: KroneckerLayer, adapter: Adapter) -> Tensor:
+    own = adapter.parameters(layer)
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in own.items()}
+    return adapter.to_matrix(layer, gradients)[0]
 
 
 def _refresh_basis(name: str, state: dict[str, Any]) -> None:
     """New bases; s goes on as the diagonal of U diag(s) U^T in the new one."""
+    before = {factor: state.get(f"U_{factor}") for factor in ("A", "C")}
     for factor in ("A", "C"):
         eigen = safe_eigh(state[factor])
         if eigen is not None:
-            old, state[f"U_{factor}"] = state.get(f"U_{factor}"), eigen[1]
-            if old is not None and "s" in state:
-                turned = (eigen[1].T @ old).square()
-                state["s"] = turned @ state["s"] if factor == "C" else state["s"] @ turned.T
+            state[f"U_{factor}"] = eigen[1]
             continue
         warnings.warn(f"EKFAC keeps the old basis of layer {name!r}: factor {factor} is not finite", stacklevel=2)
         state.setdefault(f"U_{factor}", torch.eye(len(state[factor])).to(state[factor]))
+    if before["A"] is not None and before["C"] is not None:
+        state["s"] = turned(state["s"], (before["A"], before["C"]), (state["U_A"], state["U_C"]))
 
 
 def _average(state: dict[str, Any], key: str, new: Tensor, decay: float) -> None:

@@ -14,6 +14,12 @@ from ocnopt.linalg import safe_eigh
 Eigen = tuple[Tensor, Tensor]
 
 
+def turned(S: Tensor, old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> Tensor:
+    """The diagonal of U S U^T, ``[..., c, a]``, seen from another basis. Bases are those of A and C."""
+    (old_A, old_C), (new_A, new_C) = old, new
+    return (new_C.mT @ old_C).square() @ S @ (old_A.mT @ new_A).square()
+
+
 def decompose(matrices: Sequence[Tensor], world: World) -> list[Eigen | None]:
     """Of positive semi-definite matrices ``[blocks, n, n]`` that are the same on all processes.
 

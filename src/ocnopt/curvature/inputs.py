@@ -1,11 +1,10 @@
-"""What the Kronecker curvature reads of a layer: inputs and adjoints of its samples, and sums over them.
+"""What the Kronecker curvature reads of a layer: sums over the inputs and adjoints of its samples.
 
 A process that trains with others sees some of the samples only, or none; the sums are what they exchange.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,55 +12,65 @@ import torch
 from torch import Tensor
 
 from ocnopt.layers.base import Adapter, Call
+from ocnopt.layers.outer import piece_of
 
 if TYPE_CHECKING:
     from ocnopt.bucket import Bucket
     from ocnopt.players import Player
 
-#: inputs and adjoints, or gradients of samples, that are formed at a time, in numbers (4 MiB in float32): the windows
-#: of a convolution are many times larger than its input
-_CHUNK = 1 << 20
-#: a window of a convolution is hardly ever larger
-_WINDOW = 64
-
 
 class Inputs:
-    """Inputs x and adjoints h, ``[batch, blocks, shared, features]``, of one forward pass, in pieces if need be.
+    """Inputs x and adjoints h, ``[batch, blocks, shared, features]``, of one forward pass.
 
     A module used several times in one pass has more shared positions. Calls in continuous time make ∫x x^T dt and
     ∫h h^T dt: each is weighted by its duration, and all together they are one use, in however many solves.
-
-    ``keep``: what is formed stays until the second look at it, if it is no more than the calls hold anyway.
     """
 
-    def __init__(self, adapter: Adapter, calls: Sequence[Call], ok: Tensor, keep: bool) -> None:
-        self.adapter, self.calls, self.ok = adapter, calls, ok
-        self.batch, self.positions, self.step = calls[0].batch, 0.0, calls[0].batch
-        self._whole: tuple[Tensor, Tensor] | None = None
-        held = sum(call.x.numel() + call.h.numel() for call in calls)
-        small = held * _WINDOW <= _CHUNK
-        like = self._part(0, self.batch if small else 1)  # some samples
-        if not small:
-            piece = max(_CHUNK, held // len(calls))  # as much as a call holds anyway: no linear layer is cut up
-            self.step = max(1, piece // max(1, sum(v.numel() for v in like)))
-        if small or (keep and self.step >= self.batch):
-            self._whole = like if small else self._part(0, self.batch)
+    def __init__(self, adapter: Adapter, calls: Sequence[Call]) -> None:
+        self.adapter, self.calls, self.batch = adapter, calls, calls[0].batch
+        shared = [adapter.kronecker_positions(call) for call in calls]
+        self.shared = sum(shared)
+        self.positions = sum(call.share * n for call, n in zip(calls, shared, strict=True))
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        if self._whole is not None:
-            yield self._whole
-            return
-        for i in range(0, self.batch, self.step):
-            yield self._part(i, i + self.step)
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """Σ x x^T and Σ h h^T."""
+        A, C = zip(*map(self.adapter.kronecker_sums, self.calls), strict=True)
+        return self._added(A), self._added(C)
 
-    def _part(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        uses = [self.adapter.kronecker_inputs(call.rows(start, end)) for call in self.calls]
-        self.positions = sum(call.share * use.h.shape[2] for call, use in zip(self.calls, uses, strict=True))
-        roots = [math.sqrt(call.duration) for call in self.calls]
-        x = torch.cat([_scaled(use.x, root) for use, root in zip(uses, roots, strict=True)], 2)
-        h = torch.cat([_scaled(use.h, root) for use, root in zip(uses, roots, strict=True)], 2)
-        fine = self.ok > 0
-        return torch.where(fine, x, 0).to(self.ok.dtype), torch.where(fine, h, 0).to(self.ok.dtype)
+    def squares(self, U_A: Tensor, U_C: Tensor) -> Tensor:
+        """Σ_i (U_C^T g_i U_A)², g_i = Σ_t h_it x_it^T, ``[blocks, c, a]``: squared gradients of samples in the
+        eigenbasis. The gradient of a sample has c rows to turn, its inputs have as many as there are positions.
+        """
+        g, a, c = *U_A.shape[:2], U_C.shape[1]
+        few = self.shared * (a * a + c * c) < c * a * (a + c)
+        numbers = g * (c * a + (self.shared * (a + c) if few else 0))
+        numbers += sum((call.x.numel() + call.h.numel()) // max(1, self.batch) for call in self.calls)
+        total = U_A.new_zeros(g, c, a)
+        for part in self._parts(max(1, piece_of(U_A.device) // numbers)):
+            total += self._by_inputs(part, U_A, U_C) if few else self._by_gradients(part, U_A, U_C)
+        return total
+
+    def _by_inputs(self, calls: Sequence[Call], U_A: Tensor, U_C: Tensor) -> Tensor:
+        uses, roots = [self.adapter.kronecker_inputs(call) for call in calls], [call.duration**0.5 for call in calls]
+        x = torch.cat([_scaled(use.x, root) for use, root in zip(uses, roots, strict=True)], 2).to(U_A) @ U_A
+        h = torch.cat([_scaled(use.h, root) for use, root in zip(uses, roots, strict=True)], 2).to(U_C) @ U_C
+        if self.shared == 1:  # the square of a product is the product of squares
+            return h.square().squeeze(2).permute(1, 2, 0) @ x.square().squeeze(2).transpose(0, 1)
+        return (h.mT @ x).square().sum(0)
+
+    def _by_gradients(self, calls: Sequence[Call], U_A: Tensor, U_C: Tensor) -> Tensor:
+        G = self._added([self.adapter.kronecker_gradients(call) for call in calls]).to(U_A)
+        G = G.transpose(0, 1)  # [blocks, batch, c, a]
+        turned = (G.flatten(1, 2) @ U_A).view(G.shape)
+        return (U_C.mT[:, None] @ turned).square().sum(1)
+
+    def _added(self, terms: Sequence[Tensor]) -> Tensor:
+        first, *others = (_scaled(t, call.duration) for t, call in zip(terms, self.calls, strict=True))
+        return sum(others, first)
+
+    def _parts(self, step: int) -> Iterator[Sequence[Call]]:
+        for i in range(0, self.batch, step):
+            yield [call.rows(i, i + step) for call in self.calls]
 
 
 def inputs_of(bucket: Bucket, player: Player, a: Tensor | None) -> list[Inputs]:
@@ -70,8 +79,7 @@ def inputs_of(bucket: Bucket, player: Player, a: Tensor | None) -> list[Inputs]:
     passes = [(part, calls) for part, calls in bucket.calls[id(player)] if calls[0].batch]
     if a is not None:
         passes = [(part, [call.weighted(part.expand(a)) for call in calls]) for part, calls in passes]
-    alone = bucket.world.size == 1  # then one layer is finished before the next
-    return [Inputs(player.adapter, calls, bucket.ok, keep=alone) for _, calls in passes]
+    return [Inputs(player.adapter, calls) for _, calls in passes]
 
 
 class Sums(NamedTuple):
@@ -85,8 +93,9 @@ class Sums(NamedTuple):
     @classmethod
     def over(cls, passes: Sequence[Inputs], like_A: Tensor, like_C: Tensor) -> Sums:
         A, C = torch.zeros_like(like_A), torch.zeros_like(like_C)
-        for x, h in (part for p in passes for part in p):
-            A, C = A + _outer(x), C + _outer(h)
+        for one in passes:
+            more_A, more_C = one.sums()
+            A, C = A + more_A.to(A), C + more_C.to(C)
         samples, positions = sum(p.batch for p in passes), sum(p.batch * p.positions for p in passes)
         return cls(A, C, A.new_full((), samples), A.new_full((), positions))
 
@@ -97,30 +106,9 @@ class Sums(NamedTuple):
 
 
 def squares_over(passes: Sequence[Inputs], like: Tensor, U_A: Tensor, U_C: Tensor) -> Tensor:
-    """Σ_i (U_C^T Σ_t h_it x_it^T U_A)², ``[blocks, c, a]``: squared gradients of samples in the eigenbasis."""
-    total = torch.zeros_like(like)
-    for x, h in (part for p in passes for part in p):
-        total += _squares(x, h, U_A, U_C)
-    return total
+    """Σ over the samples of all passes of :meth:`Inputs.squares`."""
+    return sum((one.squares(U_A, U_C) for one in passes), torch.zeros_like(like))
 
 
 def _scaled(v: Tensor, factor: float) -> Tensor:
     return v if factor == 1.0 else v * factor
-
-
-def _outer(v: Tensor) -> Tensor:
-    """Σ over batch and shared positions of v v^T, ``[blocks, n, n]``."""
-    flat = v.transpose(0, 1).flatten(1, 2)
-    return flat.mT @ flat
-
-
-def _squares(x: Tensor, h: Tensor, U_A: Tensor, U_C: Tensor) -> Tensor:
-    B, g, T, a = x.shape
-    c = h.shape[3]
-    if T == 1:  # the square of a product is the product of squares
-        return torch.einsum("bgtc,bgta->gca", (h @ U_C).square(), (x @ U_A).square())
-    total = x.new_zeros(g, c, a)
-    step = max(8, _CHUNK // max(1, g * c * a))
-    for i in range(0, B, step):  # a sample's gradient has c rows to rotate, its inputs have T
-        total += (U_C.mT @ (h[i : i + step].mT @ x[i : i + step]) @ U_A).square().sum(0)
-    return total

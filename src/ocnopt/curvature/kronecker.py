@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ocnopt.curvature.base import Curvature, Metric
-from ocnopt.curvature.eigen import Eigen, decompose
+from ocnopt.curvature.eigen import Eigen, decompose, turned
 from ocnopt.curvature.inputs import Inputs, Sums, inputs_of, squares_over
 from ocnopt.layers.base import Adapter
 from ocnopt.linalg import full_precision
@@ -143,6 +143,10 @@ class Layer:
         self.state["since_refresh"] = age
         return False
 
+    def average(self, average: Tensor, value: Tensor) -> None:
+        """Go on with a running average; a value of a bad step may be anything."""
+        average.lerp_(torch.where(self.ok > 0, value, 0), self.weight)
+
     def renew(self, **found: Tensor) -> None:
         """In place: a CUDA graph goes on with the new basis."""
         for key, value in found.items():
@@ -207,14 +211,14 @@ class Kronecker(Curvature):
             started = layer.state["statistics"] > 0
             layer.weight = (1 - bucket.group["factor_decay"] * started.to(layer.ok)) * layer.ok
             for factor, value in zip(layer.factors, each.factors(), strict=True):
-                factor.lerp_(value, layer.weight)
+                layer.average(factor, value)
             layer.state["statistics"] += layer.ok
         self._refresh(bucket, layers)
         if bucket.group["ekfac"]:
             moments = [squares_over(layer.passes, layer.state["eigenvalues"], *layer.bases) for layer in layers]
             bucket.world.sum_(moments)
             for layer, each, moment in zip(layers, sums, moments, strict=True):
-                layer.state["eigenvalues"].lerp_(each.samples * moment, layer.weight)  # h̃² / B
+                layer.average(layer.state["eigenvalues"], each.samples * moment)  # h̃² / B
 
     def _refresh(self, bucket: Bucket, layers: Sequence[Layer]) -> None:
         """Renew the eigenbases every ``refresh_every`` steps; a decomposition that fails leaves the old one."""
@@ -244,9 +248,7 @@ class Kronecker(Curvature):
         """
         if not bucket.group["ekfac"] or "input_basis" not in state:
             return C[0][:, :, None] * A[0][:, None, :]
-        S: Tensor = state["eigenvalues"]
-        S = (C[1].mT @ state["output_basis"]).square() @ S @ (state["input_basis"].mT @ A[1]).square()
-        return S
+        return turned(state["eigenvalues"], (state["input_basis"], state["output_basis"]), (A[1], C[1]))
 
 
 def interval(state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -> int:

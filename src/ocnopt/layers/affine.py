@@ -94,6 +94,9 @@ class Affine(Adapter):
             factors.x = torch.cat([factors.x, factors.x.new_ones(*factors.x.shape[:-1], 1)], dim=-1)
         return factors
 
+    def kronecker_positions(self, call: Call) -> int:
+        return self.sizes(call)[0]
+
     def to_matrix(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> Tensor:
         matrix = self.blocks(module, tensors["weight"])
         if "bias" not in self.kronecker_names(module):

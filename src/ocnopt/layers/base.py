@@ -138,6 +138,20 @@ class Adapter(ABC):
         """Only asked for when :meth:`kronecker_names` is not empty."""
         raise TypeError(f"{type(self).__name__} has no Kronecker structure")
 
+    def kronecker_positions(self, call: Call) -> int:
+        """How many positions of a sample share the weight: ``shared`` of :meth:`kronecker_inputs`."""
+        return self.kronecker_inputs(call.rows(0, 1)).h.shape[2]
+
+    def kronecker_sums(self, call: Call) -> tuple[Tensor, Tensor]:
+        """Σ x x^T and Σ h h^T over batch and shared, ``[blocks, a, a]`` and ``[blocks, c, c]``."""
+        inputs = self.kronecker_inputs(call)
+        return outer_sum(inputs.x), outer_sum(inputs.h)
+
+    def kronecker_gradients(self, call: Call) -> Tensor:
+        """The gradient of each sample as a matrix, Σ h x^T over shared: ``[batch, blocks, c, a]``."""
+        inputs = self.kronecker_inputs(call)
+        return inputs.h.mT @ inputs.x
+
     def to_matrix(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> Tensor:
         """Tensors shaped as the Kronecker parameters, leading dimensions first: ``[..., blocks, c, a]``."""
         raise TypeError(f"{type(self).__name__} has no Kronecker structure")
@@ -169,6 +183,14 @@ class Adapter(ABC):
 
 def first_tensor(tree: Any) -> Tensor | None:
     return next((t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor)), None)
+
+
+def outer_sum(v: Tensor) -> Tensor:
+    """Σ v v^T over batch and shared of ``[batch, blocks, shared, n]``: ``[blocks, n, n]``."""
+    if v.shape[2] > v.shape[3]:  # less to write than to copy
+        return (v.mT @ v).sum(0)
+    flat = v.transpose(0, 1).flatten(1, 2)
+    return flat.mT @ flat
 
 
 def _as_rows(g: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from ocnopt.groups import Groups
-from ocnopt.layers import outer
+from ocnopt.layers import outer, shifts
 from ocnopt.layers.affine import Affine
-from ocnopt.layers.base import Call, KroneckerInputs
+from ocnopt.layers.base import Call, KroneckerInputs, outer_sum
 from ocnopt.layers.registry import register
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -35,6 +35,23 @@ class Conv(Affine):
         kernel = math.prod(module.kernel_size)
         a, c = module.in_channels // module.groups * kernel, module.out_channels // module.groups
         return math.prod(call.h.shape[2:]), a, c
+
+    def kronecker_sums(self, call: Call) -> tuple[Tensor, Tensor]:
+        module, (x, h) = _conv(call), outer.operands(call)
+        x, padding = _padded(module, x)
+        A = _outer_of_windows(module, x, padding, h.shape[2:])
+        if "bias" in self.kronecker_names(module):
+            A = _with_ones(A, _windows(module, x.sum(0, keepdim=True), padding, h.shape[2:])[0].sum(1), h)
+        return A, outer_sum(_positions(h, module.groups))
+
+    def kronecker_gradients(self, call: Call) -> Tensor:
+        if call.h.device.type != "cpu":  # there a group of channels for each sample is not what libraries are good at
+            return super().kronecker_gradients(call)
+        each = Groups(call.batch, call.batch)
+        gradients = {"weight": self.weight_gradients(call, each)}
+        if "bias" in self.kronecker_names(call.module):
+            gradients["bias"] = self._bias_rows(call)
+        return self.to_matrix(call.module, gradients)
 
     def weight_gradients(self, call: Call, groups: Groups) -> Tensor:
         module, (x, h) = _conv(call), outer.operands(call)
@@ -87,6 +104,11 @@ class ConvTranspose(Conv):
         kernel = math.prod(module.kernel_size)
         a, c = module.in_channels // module.groups, module.out_channels // module.groups * kernel
         return math.prod(call.x.shape[2:]), a, c
+
+    def kronecker_sums(self, call: Call) -> tuple[Tensor, Tensor]:
+        module, (x, h) = _conv(call), outer.operands(call)
+        C = _outer_of_windows(module, h, _symmetric(module), x.shape[2:])
+        return outer_sum(_positions(x, module.groups)), C
 
     def weight_gradients(self, call: Call, groups: Groups) -> Tensor:
         module, (x, h) = _conv(call), outer.operands(call)
@@ -170,6 +192,19 @@ def _windows(module: _ConvNd, x: Tensor, padding: list[int], positions: torch.Si
     space = len(module.kernel_size)
     x = x.unflatten(1, (module.groups, -1)).movedim(2, 2 + space)  # [B, blocks, *positions, channels, *kernel]
     return x.flatten(2 + space).flatten(2, 1 + space)
+
+
+def _outer_of_windows(module: _ConvNd, x: Tensor, padding: list[int], positions: torch.Size) -> Tensor:
+    """Σ over batch and positions of w w^T, w a window: ``[blocks, channels of a block × kernel, the same]``."""
+    geometry = (x.shape[2:], positions, module.kernel_size, module.stride, module.dilation, padding)
+    axes = [shifts.Axis(*each) for each in zip(*geometry, strict=True)]
+    return shifts.outer(x, axes, module.groups)
+
+
+def _with_ones(A: Tensor, sums: Tensor, h: Tensor) -> Tensor:
+    """Σ x x^T if each x had one more entry, 1. ``sums``: Σ x, ``[blocks, a]``; ``h`` has the positions."""
+    count = A.new_full((len(A), 1, 1), h.shape[0] * math.prod(h.shape[2:]))
+    return torch.cat([torch.cat([A, sums[:, None]], 1), torch.cat([sums[:, None], count], 2).mT], 2)
 
 
 def _weight_gradients(

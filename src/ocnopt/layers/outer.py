@@ -16,6 +16,9 @@ from ocnopt.layers.base import Call, compute_dtype
 # Temporaries are made in pieces of at most this many numbers (64 MiB in float32).
 PIECE = 2**24
 
+# What passes through them once, on a CPU: it fits into a cache (4 MiB in float32).
+CACHED = 2**20
+
 # An element of an explicit gradient is written once and read a few times, which takes as long as this many of
 # the multiplications of a matrix product (measured on a CPU core: Linear, width 64 to 1024, r = 4 to 64).
 TRAFFIC = 16
@@ -25,6 +28,11 @@ def operands(call: Call) -> tuple[Tensor, Tensor]:
     """Input and output adjoint of a call, both in the dtype to compute in."""
     dtype = compute_dtype(torch.promote_types(call.x.dtype, call.h.dtype))
     return call.x.to(dtype), call.h.to(dtype)
+
+
+def piece_of(device: torch.device) -> int:
+    """How many numbers to form at a time where they are used at once. Elsewhere each piece is some more launches."""
+    return CACHED if device.type == "cpu" else PIECE
 
 
 def pieces(total: int, size: int) -> Iterator[slice]:

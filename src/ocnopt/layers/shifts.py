@@ -1,0 +1,190 @@
+"""Σ w w^T over the windows w of a convolution, without forming the windows.
+
+Two pixels of a window are a fixed distance apart, so that the sum of their products over all windows is a product of
+the image with a shifted copy of itself. How far apart they are decides which copy; where in the window they are decides
+no more than where the sum begins and ends. A sum over a span of lines thus serves many pairs of pixels: a kernel of 3
+has 9 pairs along an axis, and 5 distances, of which 2 are mirror images.
+
+Zeros of the padding are never multiplied along an axis that is treated like this; the other axes are unfolded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise, product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ocnopt.layers.outer import piece_of
+
+#: what moving a number and calling a kernel cost, in multiplications of a matrix product. A CPU core: measured, 3x3 and
+#: 7x7 kernels of 3 to 512 channels. Others: an estimate for a large GPU, where a launch takes as long as 10^8 of them
+_CPU, _OTHERS = (128, 2**18), (64, 2**27)
+#: a matrix product with fewer columns is not faster
+_NARROW = 16
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension of space: how many pixels, how many windows, and what a window is."""
+
+    size: int
+    positions: int
+    kernel: int
+    stride: int
+    dilation: int
+    padding: int  # with zeros, on both sides
+
+    def lines(self, phase: int) -> int:
+        """Every ``stride``-th pixel, from ``phase`` on."""
+        return max(0, -((phase - self.size) // self.stride))
+
+
+class Span(NamedTuple):
+    """The lines ``left``, ``left + 1``, … of one phase, each with its partner ``right``, … of another, which windows
+    hold as their pixels i and j.
+    """
+
+    phases: tuple[int, int]
+    left: int
+    right: int
+    length: int
+    pairs: tuple[tuple[int, int], ...]
+
+    @property
+    def distance(self) -> tuple[int, int, int]:
+        return *self.phases, self.right - self.left
+
+    @property
+    def mirrored(self) -> tuple[int, int, int]:
+        return *self.phases[::-1], self.left - self.right
+
+
+@lru_cache(maxsize=1024)
+def spans(axis: Axis) -> tuple[Span, ...]:
+    """Cut such that a span belongs to a pair of pixels as a whole, or not at all."""
+    ranges = defaultdict(list)
+    for pair in product(range(axis.kernel), range(axis.kernel)):
+        (i, phase_i), (j, phase_j) = (divmod(axis.dilation * n - axis.padding, axis.stride) for n in pair)
+        begin, end = max(i, 0, i - j), min(i + axis.positions, axis.lines(phase_i), axis.lines(phase_j) + i - j)
+        if begin < end:
+            ranges[phase_i, phase_j, j - i].append((begin, end, pair))
+    found = []
+    for (*phases, shift), members in ranges.items():
+        cuts = sorted({cut for begin, end, _ in members for cut in (begin, end)})
+        for left, right in pairwise(cuts):
+            pairs = tuple(pair for begin, end, pair in members if begin <= left and right <= end)
+            if pairs:
+                found.append(Span((phases[0], phases[1]), left, left + shift, right - left, pairs))
+    return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def combinations(axes: tuple[Axis, ...]) -> tuple[tuple[Span, ...], ...]:
+    """Of spans of all axes; of two that are mirror images of each other, one."""
+    chosen = product(*map(spans, axes))
+    return tuple(c for c in chosen if [s.distance for s in c] >= [s.mirrored for s in c])
+
+
+@lru_cache(maxsize=256)
+def _placement(axes: tuple[Axis, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``[pixels · pixels, combinations]``: which pairs of pixels of a window each sum belongs to. What is its own
+    mirror image counts half.
+    """
+    every = combinations(axes)
+    kernel = [axis.kernel for axis in axes]
+    matrix = torch.zeros(*kernel, *kernel, len(every), dtype=dtype)
+    for n, chosen in enumerate(every):
+        weight = 0.5 if all(s.distance == s.mirrored for s in chosen) else 1.0
+        for pairs in product(*(span.pairs for span in chosen)):
+            matrix[*(i for i, _ in pairs), *(j for _, j in pairs), n] = weight
+    return matrix.view(math.prod(kernel) ** 2, len(every)).to(device)
+
+
+def outer(x: Tensor, axes: Sequence[Axis], blocks: int) -> Tensor:
+    """``[B, blocks · channels, *space] -> [blocks, a, a]`` with a = channels · pixels of the kernel."""
+    axes = tuple(axes)
+    channels = x.shape[1] // blocks
+    shifted = cheapest(axes, len(x), blocks, channels, x.device.type)
+    rest = axes[shifted:]
+    numbers = blocks * channels * math.prod(axis.size for axis in axes[:shifted])
+    numbers *= math.prod(axis.positions * axis.kernel for axis in rest)
+    total: Tensor = x.new_zeros(())
+    for part in x.split(max(1, piece_of(x.device) // max(1, numbers))):
+        total = total + _sums(_unfolded(part.unflatten(1, (blocks, channels)), rest), axes[:shifted])
+    pixels = math.prod(axis.kernel for axis in axes[:shifted])
+    half = (_placement(axes[:shifted], x.dtype, x.device) @ total.flatten(1)).view(pixels, pixels, *total.shape[1:])
+    whole = half + half.permute(1, 0, 2, 4, 3)
+    whole = whole.unflatten(4, (channels, -1)).unflatten(3, (channels, -1))  # [i, j, blocks, c, …, c, …]
+    a = channels * math.prod(axis.kernel for axis in axes)
+    found: Tensor = whole.permute(2, 3, 0, 4, 5, 1, 6).reshape(blocks, a, a)
+    return found
+
+
+def cheapest(axes: tuple[Axis, ...], batch: int, blocks: int, channels: int, device: str) -> int:
+    """How many axes to shift, 0 to 2, instead of unfolding them."""
+    return min(range(min(2, len(axes)) + 1), key=lambda n: _cost(axes, n, batch, blocks, channels, device))
+
+
+@lru_cache(maxsize=4096)
+def _cost(axes: tuple[Axis, ...], shifted: int, batch: int, blocks: int, channels: int, device: str) -> float:
+    move, call = _CPU if device == "cpu" else _OTHERS
+    rest = math.prod(axis.positions * axis.kernel for axis in axes[shifted:])
+    samples = batch * math.prod(axis.positions for axis in axes[shifted:])
+    f = channels * math.prod(axis.kernel for axis in axes[shifted:])
+    every = combinations(axes[:shifted])
+    lines = sum(math.prod(span.length for span in chosen) for chosen in every)
+    products = samples * lines * max(f, _NARROW) ** 2
+    copied = batch * channels * math.prod(axis.size for axis in axes[:shifted]) * rest
+    written = f**2 * sum(chosen[0].length if chosen else 1 for chosen in every)
+    return blocks * (products + move * (copied + written)) + call * len(every)
+
+
+def _unfolded(x: Tensor, axes: Sequence[Axis]) -> Tensor:
+    """``[B, blocks, channels, *lines, *space of the axes] -> [*lines, blocks, B · positions, channels · kernel]``."""
+    lines, space = x.dim() - 3 - len(axes), len(axes)
+    x = F.pad(x, [n for axis in reversed(axes) for n in (axis.padding, axis.padding)])
+    for dim, axis in enumerate(axes, start=3 + lines):
+        x = x.unfold(dim, axis.dilation * (axis.kernel - 1) + 1, axis.stride)
+        x = x.narrow(dim, 0, axis.positions)[..., :: axis.dilation]
+    x = x.movedim(
+        (1, 0, 2), (-3 - 2 * space, -2 - 2 * space, -1 - space)
+    )  # [*lines, blocks, B, *positions, channels, …]
+    return x.flatten(lines + 2 + space).flatten(lines + 1, lines + 1 + space)
+
+
+def _sums(x: Tensor, axes: tuple[Axis, ...]) -> Tensor:
+    """``[combinations, blocks, f, f]`` of ``x``: ``[*lines, blocks, N, f]``."""
+    if not axes:
+        return (x.mT @ x)[None]
+    x = x.unsqueeze(1) if len(axes) == 1 else x
+    x = x.transpose(1, 2)  # [lines, blocks, lines of the second axis, N, f]
+    strides = [*(axis.stride for axis in axes), 1][:2]
+    phases = {p: x[p[0] :: strides[0], :, p[1] :: strides[1]].contiguous() for p in product(*map(range, strides))}
+    found = []
+    for first, second in (chosen if len(chosen) == 2 else (*chosen, _ONE) for chosen in combinations(axes)):
+        left, right = (
+            _slab(phases[p, q], begin, first.length, start, second.length)
+            for p, q, begin, start in zip(
+                first.phases, second.phases, (first.left, first.right), (second.left, second.right), strict=True
+            )
+        )
+        found.append((left.mT @ right).unflatten(0, (first.length, -1)).sum(0))
+    blocks, f = x.shape[1], x.shape[-1]
+    return torch.stack(found) if found else x.new_empty(0, blocks, f, f)  # no window reaches the image
+
+
+#: the only line of an axis that is not there
+_ONE = Span((0, 0), 0, 0, 1, ((0, 0),))
+
+
+def _slab(x: Tensor, begin: int, lines: int, start: int, length: int) -> Tensor:
+    """Lines of both axes, ``[lines · blocks, length · N, f]``: a view, since nothing lies in between."""
+    return x[begin : begin + lines, :, start : start + length].flatten(0, 1).flatten(1, 2)
