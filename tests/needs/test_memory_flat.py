@@ -154,5 +154,6 @@ def test_of_passes_that_are_summed_up_nothing_else_is_left() -> None:
     first.clear()
     assert not memory.expired()
     model(data[0][0])
+    assert opt.memory_usage()["tape"]  # the sums
     assert memory.expired()
     assert all(memory.expired() for memory in model.written[:2])
