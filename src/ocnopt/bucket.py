@@ -18,7 +18,6 @@ from ocnopt.distributed import World
 from ocnopt.gradients import GroupGradients
 from ocnopt.groups import Part
 from ocnopt.layers.base import Call
-from ocnopt.multi import ema_
 from ocnopt.phases import CURVATURE
 from ocnopt.players import Player
 from ocnopt.shards import local
@@ -45,6 +44,8 @@ class Bucket:
     owners: World = field(default_factory=World)  # the processes that hold a part of each parameter
     failed_refreshes: int = field(default=0)
     metric: Metric | None = field(default=None)
+    preconditioned: GroupGradients | None = field(default=None)  # C^{-1} G
+    pending: list[Tensor] | None = field(default=None)  # changes of the parameters that are planned, and not made yet
 
     @CURVATURE
     def measure(self, a: Tensor | None) -> None:
@@ -84,7 +85,7 @@ class Bucket:
         return self._with_decay(self.gradients.total() if a is None else self.gradients.mix(a), 1 / self.fictitious)
 
     def _with_decay(self, q: list[Tensor], share: float = 1.0) -> list[Tensor]:
-        if not self.group["decoupled_weight_decay"] and any(self._decays):
+        if self._has_decay:
             return list(torch._foreach_add(q, self._decayed(), alpha=share))
         return q
 
@@ -135,7 +136,7 @@ class Bucket:
             m = self.zeros_like_parameters("momentum")
             scale = mu / (1 - mu) if self.group["ema"] else mu**2 / (1 + mu) if self.group["nesterov"] else mu
             terms.append(scale * preconditioned.project(m))
-        if not self.group["decoupled_weight_decay"] and any(self._decays):
+        if self._has_decay:
             terms.append(preconditioned.project(self._decayed()))
         return torch.stack(terms).sum(0) if terms else None
 
@@ -148,29 +149,84 @@ class Bucket:
     # --- acting ---
 
     def apply(self, w: Tensor) -> None:
-        """θ ← θ − φ M^{-1} (N G w + ℓ), and the momentum goes on."""
-        group, mu = self.group, self.group["momentum"]
-        assert self.metric is not None
-        direction = self._with_decay(self.gradients.mix(self.fictitious * w))
-        if mu:
-            direction = self._advance_momentum(direction)
-        params = [local(p) for p in self.params]
-        step = torch._foreach_mul(self.metric.solve(direction), self.ok * self.lr / self._momentum_correction)
-        if group["decoupled_weight_decay"] and any(self._decays):
-            torch._foreach_sub_(params, torch._foreach_mul(self._decayed(), self.ok * self.lr))
-        torch._foreach_sub_(params, list(step))
+        """θ ← θ − φ M^{-1} (N G w + ℓ), and the momentum goes on. All at once, for one w."""
+        self.preconditioned, N = None, self.fictitious
+        m = self._coasting_momentum()
+        if m is None:
+            direction = self._with_decay(self.gradients.mix(N * w))
+        else:
+            self.gradients.add_to(m, w, N * self._intake)
+            direction = m
+            if self._looks_ahead:
+                direction = self._with_decay(self.gradients.mix(N * w))
+                torch._foreach_add_(direction, m, alpha=self.group["momentum"])
+        self._move(self._planned(direction))
 
-    def _advance_momentum(self, d: list[Tensor]) -> list[Tensor]:
-        mu, m = self.group["momentum"], self.zeros_like_parameters("momentum")
-        if self.group["ema"]:
-            ema_(m, d, (1 - mu) * self.ok)
-            return m
+    def coast(self) -> None:
+        """The part of :meth:`apply` that the policy has no say in, momentum and decay: planned for all layers at once,
+        before the first one acts.
+        """
+        m = self._coasting_momentum()
+        direction: list[Tensor] | None = m
+        if m is None or self._looks_ahead:
+            direction = self._decayed() if self._has_decay else None
+        if m is not None and self._looks_ahead:
+            drift = torch._foreach_mul(m, self.group["momentum"])
+            direction = list(drift if direction is None else torch._foreach_add(direction, drift))
+        self.pending = self._planned(direction)
+
+    def steer(self, w: Tensor) -> None:
+        """The part that it has: of the layers that act now."""
+        assert self.pending is not None and self.preconditioned is not None
+        mu, N = self.group["momentum"], self.fictitious
+        if mu:
+            self.gradients.add_to(self.zeros_like_parameters("momentum"), w, N * self._intake)
+        taken = self._intake if mu and not self._looks_ahead else 1 + mu
+        self.preconditioned.add_to(self.pending, w * self._stride, -N * taken)
+        self._move(self.pending)
+
+    @property
+    def _looks_ahead(self) -> bool:
+        return bool(self.group["momentum"] and self.group["nesterov"] and not self.group["ema"])
+
+    @property
+    def _has_decay(self) -> bool:
+        return not self.group["decoupled_weight_decay"] and any(self._decays)
+
+    @property
+    def _intake(self) -> float:
+        """The weight of a new direction in the momentum."""
+        return 1 - self.group["momentum"] if self.group["ema"] else 1.0
+
+    @property
+    def _stride(self) -> Tensor:
+        """What a direction is multiplied by: the step size, or nothing in a step that must leave no trace."""
+        return self.ok * self.lr / self._momentum_correction
+
+    def _coasting_momentum(self) -> list[Tensor] | None:
+        """The momentum, one step later, if there were no gradient."""
+        mu = self.group["momentum"]
+        if not mu:
+            return None
+        m = self.zeros_like_parameters("momentum")
         torch._foreach_mul_(m, 1 - (1 - mu) * self.ok)
-        torch._foreach_add_(m, torch._foreach_mul(d, self.ok))
-        if self.group["nesterov"]:
-            torch._foreach_add_(d, m, alpha=mu)
-            return d
+        if self._has_decay:
+            torch._foreach_add_(m, torch._foreach_mul(self._decayed(), self.ok), alpha=self._intake)
         return m
+
+    def _planned(self, direction: list[Tensor] | None) -> list[Tensor]:
+        """The change of the parameters that comes of a direction, and of a decoupled decay."""
+        assert self.metric is not None
+        if direction is None:
+            change = [torch.zeros_like(local(p), dtype=self.ok.dtype) for p in self.params]
+        else:
+            change = list(torch._foreach_mul(self.metric.solve(direction), -self._stride))
+        if self.group["decoupled_weight_decay"] and any(self._decays):
+            torch._foreach_add_(change, torch._foreach_mul(self._decayed(), -self.ok * self.lr))
+        return change
+
+    def _move(self, change: list[Tensor]) -> None:
+        torch._foreach_add_([local(p) for p in self.params], change)
 
     def select(self, seats: Sequence[int]) -> Bucket | None:
         """The players of some seats, or ``None``. Shares state with the whole."""
@@ -187,6 +243,8 @@ class Bucket:
             seats=[self.seats[i] for i in chosen],
             gradients=self.gradients.select(index),
             metric=None if self.metric is None else self.metric.select(index),
+            preconditioned=None if self.preconditioned is None else self.preconditioned.select(index),
+            pending=None if self.pending is None else [self.pending[j] for j in index],
         )
 
     def parameter_seats(self) -> list[int]:

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from ocnopt.curvature.base import Metric
 
 
+#: up to so many tensors one operation each is as quick as two for all of them
+_FEW = 4
+
+
 class GroupGradients(ABC):
     """G: one column per group of samples, rows over the parameters of a bucket."""
 
@@ -35,6 +39,10 @@ class GroupGradients(ABC):
     def total(self) -> list[Tensor]:
         """G 1: the gradient."""
         return self.mix(self.fractions.new_ones(len(self.fractions)))
+
+    def add_to(self, tensors: Sequence[Tensor], w: Tensor, scale: float = 1.0) -> None:
+        """tensors ← tensors + scale · G w."""
+        torch._foreach_add_(list(tensors), self.mix(w), alpha=scale)
 
     @abstractmethod
     def preconditioned(self, metric: Metric) -> GroupGradients:
@@ -61,7 +69,19 @@ class Shared(GroupGradients):
     fractions: Tensor
 
     def mix(self, w: Tensor) -> list[Tensor]:
-        return list(torch._foreach_mul(self.grads, (self.fractions * w).sum()))
+        return list(torch._foreach_mul(self.grads, self._share(w)))
+
+    def add_to(self, tensors: Sequence[Tensor], w: Tensor, scale: float = 1.0) -> None:
+        if len(tensors) > _FEW:
+            super().add_to(tensors, w, scale)
+            return
+        share = self._share(w)
+        for t, g in zip(tensors, self.grads, strict=True):
+            t.addcmul_(g, share, value=scale)
+
+    def _share(self, w: Tensor) -> Tensor:
+        """ν^T w."""
+        return w.reshape(()) if len(w) == 1 else torch.dot(self.fractions, w)
 
     def total(self) -> list[Tensor]:
         return self.grads
@@ -88,7 +108,14 @@ class Explicit(GroupGradients):
     fractions: Tensor
 
     def mix(self, w: Tensor) -> list[Tensor]:
-        return [torch.tensordot(w, G, 1) for G in self.columns]
+        return [torch.mv(_rows(G).T, w).view(G.shape[1:]) for G in self.columns]
+
+    def add_to(self, tensors: Sequence[Tensor], w: Tensor, scale: float = 1.0) -> None:
+        for t, G in zip(tensors, self.columns, strict=True):
+            if t.is_contiguous():
+                t.view(-1).addmv_(_rows(G).T, w, alpha=scale)
+            else:
+                t.add_(torch.mv(_rows(G).T, w).view(t.shape), alpha=scale)
 
     def preconditioned(self, metric: Metric) -> Explicit:
         return Explicit(metric.solve(self.columns), self.fractions)

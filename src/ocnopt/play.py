@@ -67,7 +67,7 @@ def _descend(problem: Problem) -> Diagnostics:
     """No game: w = 1, the optimizer that the curvature belongs to."""
     for bucket in problem.buckets:
         bucket.measure(None)
-    problem.act(None, torch.ones_like(problem.fractions))
+    problem.act(torch.ones_like(problem.fractions))
     return Diagnostics(failed_refreshes=problem.failed_refreshes)
 
 
@@ -127,12 +127,13 @@ class Answers:
 def _linear(problem: Problem, kernels: Kernels, answers: Answers) -> None:
     w = answers.ask_once()
     if w is not None:
-        problem.act(None, w)
+        problem.act(w)
         return
+    problem.coast()
     s, (K, u) = torch.zeros_like(problem.fractions), kernels.plan
     for k in range(problem.stages.count):
         for seats, w in answers.ask(k, s):
-            problem.act(seats, w)
+            problem.steer(seats, w)
             # a list of indices would have to be copied to the device
             s = s - torch.stack([K[i] for i in seats]).sum(0) @ w - torch.stack([u[i] for i in seats]).sum(0)
 
@@ -149,13 +150,14 @@ def _nonlinear(
     world: World,
 ) -> Tensor | None:
     taken, weights = kernels.taken, {}
+    problem.coast()
 
     @torch.no_grad()  # both are called from inside the model's second pass, which may turn gradients on
     @without_autocast()
     def act(k: int, s: Tensor) -> None:
         s = world.total(s)
         for seats, w in answers.ask(k, s):
-            problem.act(seats, w)
+            problem.steer(seats, w)
             weights.update(dict.fromkeys(seats, w))
 
     @torch.no_grad()

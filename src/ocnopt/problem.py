@@ -147,7 +147,7 @@ class Problem:
         assert bucket.metric is not None
         lr = bucket.lr
         scale, step = (bucket.gain, lr) if paper else (bucket.gain * lr, 1.0)
-        Gi = bucket.gradients.preconditioned(bucket.metric)
+        Gi = bucket.preconditioned = bucket.gradients.preconditioned(bucket.metric)
         K = bucket.fictitious * scale * bucket.gradients.kernels(Gi)
         cost, drift = bucket.linear_cost(Gi), bucket.decoupled_drift()
         u = torch.zeros_like(K[:, 0]) if cost is None else scale * cost
@@ -159,12 +159,24 @@ class Problem:
     # --- acting ---
 
     @UPDATE
-    def act(self, seats: Sequence[int] | None, w: Tensor) -> None:
-        """Update the players of some seats, or all of them, with weights w."""
+    def act(self, w: Tensor) -> None:
+        """Update all players with weights w."""
         for bucket in self.buckets:
-            chosen = bucket if seats is None else bucket.select(seats)
+            bucket.apply(w.to(bucket.ok))
+
+    @UPDATE
+    def coast(self) -> None:
+        """Plan what the policy has no say in, before the players act one after another."""
+        for bucket in self.buckets:
+            bucket.coast()
+
+    @UPDATE
+    def steer(self, seats: Sequence[int], w: Tensor) -> None:
+        """Update the players of some seats with weights w."""
+        for bucket in self.buckets:
+            chosen = bucket.select(seats)
             if chosen is not None:
-                chosen.apply(w.to(bucket.ok))
+                chosen.steer(w.to(bucket.ok))
 
     @UPDATE
     def tick(self) -> None:
