@@ -49,14 +49,14 @@ class Policy(ABC):
 
 
 class StageKernels(Protocol):
-    """K and u of all seats, ``[N, r, r]`` and ``[N, r]``, their sums by stage, and over everything."""
+    """K and u of all seats, ``[N, r, r]`` and ``[N, r]``, their sums from each stage on, and over everything."""
 
     @property
     def K(self) -> Tensor: ...
     @property
     def u(self) -> Tensor: ...
     @property
-    def by_stage(self) -> tuple[Tensor, Tensor]: ...
+    def tails(self) -> tuple[Tensor, Tensor]: ...
     @property
     def total(self) -> tuple[Tensor, Tensor]: ...
 
@@ -79,11 +79,11 @@ class Consistent(Policy):
     @cached_property
     def J(self) -> Tensor:
         """``[S, r, r]``."""
-        return torch.diag(self.precision) + _reverse_cumsum(self.kernels.by_stage[0])
+        return torch.diag(self.precision) + self.kernels.tails[0]
 
     @cached_property
     def b(self) -> Tensor:
-        return self.precision - _reverse_cumsum(self.kernels.by_stage[1])
+        return self.precision - self.kernels.tails[1]
 
     @cached_property
     def _of_seats(self) -> tuple[Tensor, Tensor]:
@@ -96,6 +96,12 @@ class Consistent(Policy):
         return J + self.kernels.K, b - self.kernels.u
 
     @cached_property
+    def _lines(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """b / J and 1 / J of each, where both are numbers: w is a line in s."""
+        J, b = self._of_seats
+        return (b / J[:, 0]).unbind(), J[:, 0].reciprocal().unbind()
+
+    @cached_property
     def _factors(self) -> Tensor:
         """One batched Cholesky factorisation for all of them; NaN where it breaks down, for the caller to mask."""
         factors, info = torch.linalg.cholesky_ex(self._of_seats[0])
@@ -106,11 +112,11 @@ class Consistent(Policy):
         return torch.zeros_like(self.kernels.K[:, 0, 0])
 
     def weights(self, seat: int, s: Tensor) -> Tensor:
-        J, b = self._of_seats
         n = self.stage_of[seat] if self.cooperative else seat
-        if J.shape[-1] == 1:
-            return (b[n] + s) / J[n, 0]
-        return torch.cholesky_solve((b[n] + s)[:, None], self._factors[n])[:, 0]
+        if len(s) == 1:
+            start, slope = self._lines
+            return torch.addcmul(start[n], slope[n], s)
+        return torch.cholesky_solve((self._of_seats[1][n] + s)[:, None], self._factors[n])[:, 0]
 
     def whole_network(self) -> Tensor:
         """w of the linear rollout, one for all stages: J_0^{-1} b_0, the damped Gauss-Newton step of the network."""
@@ -172,10 +178,6 @@ class Paper(Policy):
     def value(self, k: int) -> tuple[Tensor, Tensor]:
         assert self._stages is not None, "finish() comes before value()"
         return self._a[k], self._L[k] @ self._L[k].mT
-
-
-def _reverse_cumsum(terms: Tensor) -> Tensor:
-    return terms.flip(0).cumsum(0).flip(0)
 
 
 def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,6 @@ operation.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -18,6 +17,7 @@ from ocnopt.distributed import World
 from ocnopt.gradients import GroupGradients
 from ocnopt.groups import Part
 from ocnopt.layers.base import Call
+from ocnopt.moment import Moment
 from ocnopt.phases import CURVATURE
 from ocnopt.players import Player
 from ocnopt.shards import local
@@ -38,24 +38,20 @@ class Bucket:
     gradients: GroupGradients
     calls: Mapping[int, list[tuple[Part, list[Call]]]]  # id(player) → forward passes → calls of its module
     seen: Set[int]  # ids of the players of which any process has calls
-    clock: Tensor  # steps taken, this one not counted
+    moment: Moment  # when it is
     ok: Tensor  # 1, or 0 if this step must leave no trace
     world: World = field(default_factory=World)  # the processes that share the batch
     owners: World = field(default_factory=World)  # the processes that hold a part of each parameter
     failed_refreshes: int = field(default=0)
     metric: Metric | None = field(default=None)
     preconditioned: GroupGradients | None = field(default=None)  # C^{-1} G
+    stride: Tensor | None = field(default=None)  # what directions are multiplied by, while layers act one by one
     pending: list[Tensor] | None = field(default=None)  # changes of the parameters that are planned, and not made yet
 
     @CURVATURE
     def measure(self, a: Tensor | None) -> None:
         """Let the curvature learn from this step, see :meth:`Curvature.measure`."""
         self.metric = self.curvature.measure(self, a)
-
-    @property
-    def steps(self) -> Tensor:
-        """Steps taken, this one counted; at least 1, so that bias corrections of a bad first step stay finite."""
-        return (self.clock + 1).to(self.ok.dtype)
 
     @property
     def lr(self) -> Scalar:
@@ -123,11 +119,7 @@ class Bucket:
     @property
     def _momentum_correction(self) -> Scalar:
         averaged = self.group["ema"] and self.group["bias_correction"]
-        return self.weight_of_average(self.group["momentum"]) if averaged else 1.0
-
-    def weight_of_average(self, mu: float) -> Scalar:
-        """1 − μ^t, what an average that started at zero lacks; without loss of digits where μ is close to 1."""
-        return -torch.expm1(self.steps * math.log(mu)) if mu else 1.0
+        return self.moment.weight_of_average(self.group["momentum"]) if averaged else 1.0
 
     def linear_cost(self, preconditioned: GroupGradients) -> Tensor | None:
         """G^T C^{-1} ℓ, ``[rows, r]``, with ℓ = γθ + (what is left of the momentum), or ``None`` if there is no ℓ."""
@@ -173,16 +165,19 @@ class Bucket:
         if m is not None and self._looks_ahead:
             drift = torch._foreach_mul(m, self.group["momentum"])
             direction = list(drift if direction is None else torch._foreach_add(direction, drift))
+        self.stride = self._stride
         self.pending = self._planned(direction)
 
     def steer(self, w: Tensor) -> None:
         """The part that it has: of the layers that act now."""
-        assert self.pending is not None and self.preconditioned is not None
+        assert self.pending is not None
+        assert self.preconditioned is not None
+        assert self.stride is not None
         mu, N = self.group["momentum"], self.fictitious
         if mu:
             self.gradients.add_to(self.zeros_like_parameters("momentum"), w, N * self._intake)
         taken = self._intake if mu and not self._looks_ahead else 1 + mu
-        self.preconditioned.add_to(self.pending, w * self._stride, -N * taken)
+        self.preconditioned.add_to(self.pending, w * self.stride, -N * taken)
         self._move(self.pending)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -49,24 +49,46 @@ def finite(tensors: Sequence[Tensor]) -> Tensor:
 
     NaN and infinity cannot, nor can numbers whose squares overflow: they would stay in second moments and factors.
     """
-    places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for i, t in enumerate(tensors):
-        if t.numel():
-            places.setdefault((t.device, t.dtype), []).append(i)
-    fine = [torch.ones((), dtype=torch.bool, device=tensors[0].device)] * len(tensors)
-    for (_, dtype), chosen in places.items():
-        largest = torch.stack(torch._foreach_norm([tensors[i] for i in chosen], torch.inf))
-        wide = torch.promote_types(dtype, torch.float32)
-        bounded = largest.to(wide) < _LARGEST[wide]
-        for i, each in zip(chosen, bounded.to(fine[0].device).unbind(), strict=True):
-            fine[i] = each
-    return torch.stack(fine)
+    return _all_fine(tensors, lambda each: torch.stack(torch._foreach_norm(each, torch.inf)), squared=True)
 
 
 def sums_finite(tensors: Sequence[Tensor]) -> Tensor:
     """``[n]`` booleans on the device of the first: is the sum of each finite? The cheapest look at large tensors."""
-    sums = [t.float().sum() if t.itemsize < 4 else t.sum() for t in tensors]
-    return torch.stack([torch.isfinite(s).to(tensors[0].device) for s in sums])
+    return _all_fine(tensors, _quick_sums, squared=False)
+
+
+def _quick_sums(tensors: list[Tensor]) -> Tensor:
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    if tensors[0].is_cuda:  # of the absolute values, but for all of them at once
+        return torch.stack(torch._foreach_norm(tensors, 1, dtype=wide))
+    return torch.stack([t.sum(dtype=wide) for t in tensors])
+
+
+def _all_fine(tensors: Sequence[Tensor], look: Callable[[list[Tensor]], Tensor], squared: bool) -> Tensor:
+    """``look`` gives a number for each of some tensors that are alike."""
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, t in enumerate(tensors):
+        if t.numel():
+            alike.setdefault((t.device, t.dtype), []).append(i)
+    fine = [
+        found.abs() < _LARGEST[found.dtype] if squared else torch.isfinite(found)
+        for chosen in alike.values()
+        for found in [_wide(look([tensors[i] for i in chosen]))]
+    ]
+    if len(fine) == 1 and len(fine[0]) == len(tensors):
+        return fine[0]
+    device = tensors[0].device
+    single = {
+        i: each
+        for chosen, found in zip(alike.values(), fine, strict=True)
+        for i, each in zip(chosen, found.to(device).unbind(), strict=True)
+    }
+    nothing = torch.ones((), dtype=torch.bool, device=device)
+    return torch.stack([single.get(i, nothing) for i in range(len(tensors))])
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
 def masked(tensors: Sequence[Tensor], ok: Tensor) -> list[Tensor]:

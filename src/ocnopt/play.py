@@ -46,8 +46,7 @@ def play(
         _linear(problem, kernels, answers)
     else:
         assert tape is not None
-        signs = [this.scaled(torch.full_like(problem.fractions, sign)) for this in passes]
-        measures = [Measure(samples.of(this), each) for this, each in zip(passes, signs, strict=True)]
+        measures = [Measure(samples.of(this), problem.fractions, sign, this.scale) for this in passes]
         predicted = _nonlinear(problem, kernels, answers, tape, passes, live, measures, world)
     return Diagnostics(
         names=problem.stages.names,
@@ -149,7 +148,7 @@ def _nonlinear(
     measures: Sequence[Measure],
     world: World,
 ) -> Tensor | None:
-    taken, weights = kernels.taken, {}
+    weights: dict[int, Tensor] = {}
     problem.coast()
 
     @torch.no_grad()  # both are called from inside the model's second pass, which may turn gradients on
@@ -163,7 +162,8 @@ def _nonlinear(
     @torch.no_grad()
     @without_autocast()
     def predict(seat: int) -> Tensor:
-        return -(taken[0][seat] @ weights[seat] + taken[1][seat]) / world.size  # everybody says the same
+        K, u = kernels.taken
+        return -(K[seat] @ weights[seat] + u[seat]) / world.size  # everybody says the same
 
     if live:
         change = roll_out(live, problem.stages, act, predict, measures)

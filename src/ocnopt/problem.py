@@ -19,6 +19,7 @@ from ocnopt.forms import Forms, gradient_of
 from ocnopt.groups import Samples
 from ocnopt.layers.base import compute_dtype
 from ocnopt.linalg import full_precision
+from ocnopt.moment import Moment
 from ocnopt.multi import finite, sums_finite
 from ocnopt.phases import BELLMAN, GRADIENTS, UPDATE
 from ocnopt.players import Player
@@ -28,9 +29,9 @@ from ocnopt.stages import Stages
 
 @dataclass
 class Part:
-    """The rows of one bucket: kernels and linear costs by parameter, before they are added up by seat."""
+    """The rows of one bucket: kernels and linear costs by parameter, before they are added up."""
 
-    place: Tensor  # [seats, rows] of zeros and ones
+    seats: list[int]  # of each row
     K: Tensor  # [rows, r, r]
     u: Tensor  # [rows, r]: what goes through the metric
     free: (
@@ -39,17 +40,14 @@ class Part:
     step: Scalar  # of the rollout: 1, or η in paper mode, where the step size is outside the metric
     fraction: Scalar  # φ
 
-    def sums(self, step: Scalar = 1.0, fraction: Scalar = 1.0) -> tuple[Tensor, Tensor]:
-        u = step * fraction * self.u
-        if self.free is not None:
-            u = u + step * self.free
-        K = step * fraction * self.K
-        with full_precision():
-            return torch.tensordot(self.place, K.to(self.place), 1), torch.tensordot(self.place, u.to(self.place), 1)
-
-    def total(self) -> tuple[Tensor, Tensor]:
-        u = self.u if self.free is None else self.u + self.free
-        return self.K.sum(0).to(self.place), u.sum(0).to(self.place)
+    def rows(self, step: Scalar = 1.0, fraction: Scalar = 1.0) -> Tensor:
+        """``[rows, r + 1, r]``: K, and u below it."""
+        K, u, free = self.K, self.u, self.free
+        if isinstance(scale := step * fraction, Tensor) or scale != 1:
+            K, u = scale * K, scale * u
+        if free is not None:
+            u = u + (step * free if isinstance(step, Tensor) or step != 1 else free)
+        return torch.cat([K, u[:, None]], 1)
 
 
 @dataclass
@@ -60,46 +58,55 @@ class Kernels:
 
     parts: list[Part]
     stage_of: Sequence[int]
+    like: Tensor  # of the dtype and on the device of the answers
 
     @property
     def K(self) -> Tensor:
-        return self._sums[0]
+        return self._by_seat[0]
 
     @property
     def u(self) -> Tensor:
-        return self._sums[1]
+        return self._by_seat[1]
 
     @cached_property
-    def _sums(self) -> tuple[Tensor, Tensor]:
-        return self._add([part.sums() for part in self.parts])
+    def _by_seat(self) -> tuple[Tensor, Tensor]:
+        return self._seats([part.rows() for part in self.parts])
 
     @cached_property
-    def by_stage(self) -> tuple[Tensor, Tensor]:
-        stages = _placement(self.stage_of, max(self.stage_of) + 1, self.K)
-        with full_precision():
-            return torch.tensordot(stages, self.K, 1), torch.tensordot(stages, self.u, 1)
+    def tails(self) -> tuple[Tensor, Tensor]:
+        """Σ_{j≥k} K_j and Σ_{j≥k} u_j of each stage k."""
+        places = [[self.stage_of[seat] for seat in part.seats] for part in self.parts]
+        return self._add([part.rows() for part in self.parts], places, max(self.stage_of) + 1, tails=True)
 
     @cached_property
     def total(self) -> tuple[Tensor, Tensor]:
         """Σ_k K_k and Σ_k u_k: all that the linear rollout of consistent mode needs."""
-        return self._add([part.total() for part in self.parts])
+        whole = [part.rows().sum(0).to(self.like) for part in self.parts]
+        both = whole[0] if len(whole) == 1 else torch.stack(whole).sum(0)
+        return both[:-1], both[-1]
 
     @cached_property
     def plan(self) -> tuple[Tensor, Tensor]:
         """(K, u) such that the full step of weights w changes the groups' losses by −(K w + u), to first order."""
-        return self._add([part.sums(part.step) for part in self.parts])
+        return self._seats([part.rows(part.step) for part in self.parts])
 
     @cached_property
     def taken(self) -> tuple[Tensor, Tensor]:
         """The same for the fraction φ of the step that is really taken."""
-        return self._add([part.sums(part.step, part.fraction) for part in self.parts])
+        return self._seats([part.rows(part.step, part.fraction) for part in self.parts])
 
-    @staticmethod
-    def _add(sums: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        K, u = sums[0]
-        for more_K, more_u in sums[1:]:
-            K, u = K + more_K, u + more_u
-        return K, u
+    def _seats(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        return self._add(rows, [part.seats for part in self.parts], len(self.stage_of))
+
+    def _add(
+        self, rows: Sequence[Tensor], places: Sequence[Sequence[int]], count: int, tails: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Sums of the rows of each place, or of all from there on."""
+        with full_precision():
+            pairs = zip(places, rows, strict=True)
+            sums = [torch.tensordot(_placement(at, count, self.like, tails), x.to(self.like), 1) for at, x in pairs]
+        both = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
+        return both[:, :-1], both[:, -1]
 
 
 @dataclass
@@ -124,7 +131,8 @@ class Problem:
             if mode == "consistent":
                 for bucket in self.buckets:
                     bucket.measure(None)
-                kernels = Kernels([self._part(bucket, paper=False) for bucket in self.buckets], stage_of)
+                parts = [self._part(bucket, paper=False) for bucket in self.buckets]
+                kernels = Kernels(parts, stage_of, self.fractions)
                 return Consistent(kernels, precision, stage_of, cooperative), kernels
             return self._solve_backward(Paper(precision, stage_of))
 
@@ -137,11 +145,11 @@ class Problem:
             for bucket in here:
                 bucket.measure(policy.a.to(bucket.ok))
             mine = [self._part(bucket, paper=True) for bucket in here]
-            policy.add_stage(*Kernels(mine, stage_of).total)
+            policy.add_stage(*Kernels(mine, stage_of, self.fractions).total)
             parts += mine
         policy.finish()
         self.buckets = [bucket for stage in split for bucket in stage if bucket is not None]
-        return policy, Kernels(parts, stage_of)
+        return policy, Kernels(parts, stage_of, self.fractions)
 
     def _part(self, bucket: Bucket, paper: bool) -> Part:
         assert bucket.metric is not None
@@ -153,8 +161,7 @@ class Problem:
         u = torch.zeros_like(K[:, 0]) if cost is None else scale * cost
         free = None if drift is None else drift * (1.0 if paper else lr)
         bucket.owners.sum_([K, u] if free is None else [K, u, free])
-        place = _placement(bucket.parameter_seats(), len(self.stages.stage_of), self.fractions)
-        return Part(place, K, u, free, step, bucket.fraction)
+        return Part(bucket.parameter_seats(), K, u, free, step, bucket.fraction)
 
     # --- acting ---
 
@@ -181,7 +188,7 @@ class Problem:
     @UPDATE
     def tick(self) -> None:
         """Advance the clocks: a step that was masked did not happen."""
-        for clock in {id(b.clock): b.clock for b in self.buckets}.values():
+        for clock in {id(b.moment.clock): b.moment.clock for b in self.buckets}.values():
             clock += self.ok.to(clock)
 
     @property
@@ -192,13 +199,13 @@ class Problem:
 _PLACEMENTS: dict[tuple[Any, ...], Tensor] = {}
 
 
-def _placement(places: Sequence[int], count: int, like: Tensor) -> Tensor:
+def _placement(places: Sequence[int], count: int, like: Tensor, tails: bool) -> Tensor:
     """``[places, members]`` of zeros and ones: a sum by matrix product is deterministic, without a loop."""
-    key = (tuple(places), count, like.dtype, like.device)
+    key = (tuple(places), count, tails, like.dtype, like.device)
     if key not in _PLACEMENTS:
         if len(_PLACEMENTS) > 256:
             _PLACEMENTS.clear()
-        rows = [[1.0 if place == k else 0.0 for place in places] for k in range(count)]
+        rows = [[float(place == k or (tails and place > k)) for place in places] for k in range(count)]
         _PLACEMENTS[key] = torch.tensor(rows, dtype=like.dtype, device=like.device)
     return _PLACEMENTS[key]
 
@@ -268,7 +275,7 @@ def pose(
                 seats=[stages.seat_of[id(p)] for p in theirs],
                 gradients=forms.build(kind, theirs),
                 calls={id(p): forms.calls_of(p) for p in theirs} if theirs[0].curvature.needs_model else {},
-                clock=state[params[0]]["step"],
+                moment=Moment(state[params[0]]["step"], compute_dtype(params[0].dtype)),
                 seen=seen,
                 ok=ok.to(params[0].device, compute_dtype(params[0].dtype)),
                 world=world,

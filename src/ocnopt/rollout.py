@@ -31,10 +31,12 @@ class Measure:
     """Σ⟨adjoint, δ⟩ by group of samples, of one pass."""
 
     part: Part
-    sign: Tensor  # [r], −1 where the loss is maximised; times what the adjoints are to be multiplied by
+    like: Tensor  # [r], of the dtype and on the device of the answers
+    sign: float  # −1 where the loss is maximised
+    scale: Tensor | None = None  # what the adjoints are to be multiplied by
 
     def zero(self) -> Tensor:
-        return torch.zeros_like(self.sign)
+        return torch.zeros_like(self.like)
 
     def fits(self, t: Tensor) -> bool:
         """Can the change of a tensor be told group by group, as far as its shape tells?"""
@@ -42,14 +44,17 @@ class Measure:
 
     @without_autocast()
     def __call__(self, adjoint: Tensor, before: Tensor, now: Tensor) -> Tensor:
-        delta = now.to(self.sign.dtype) - before.to(self.sign.dtype)
-        adjoint = adjoint.to(self.sign.dtype)
+        delta = now.to(self.like.dtype) - before.to(self.like.dtype)
+        adjoint = adjoint.to(self.like.dtype)
         if self.part.rank == 1:
-            return self.sign * torch.dot(adjoint.reshape(-1), delta.reshape(-1))
-        groups = self.part.groups
-        rows = (groups.batch, adjoint.numel() // max(groups.batch, 1))
-        changes = groups.sum(torch.linalg.vecdot(adjoint.reshape(rows), delta.reshape(rows)))
-        return self.sign * self.part.add(None, changes)
+            changes = torch.dot(adjoint.reshape(-1), delta.reshape(-1)).reshape(1)
+        else:
+            groups = self.part.groups
+            rows = (groups.batch, adjoint.numel() // max(groups.batch, 1))
+            changes = groups.sum(torch.linalg.vecdot(adjoint.reshape(rows), delta.reshape(rows)))
+            changes = self.part.add(None, changes)
+        changes = changes if self.scale is None else self.scale.to(changes) * changes
+        return changes if self.sign == 1 else self.sign * changes
 
 
 class InOrder(Rollout):
@@ -138,12 +143,13 @@ class InOrder(Rollout):
         self, adjoints: Mapping[int, Tensor], before: Mapping[int, Tensor], now: Sequence[Tensor]
     ) -> Tensor | None:
         """Σ⟨adjoint, δ⟩ by group of samples, or ``None`` where it cannot be told."""
-        total = self.measure.zero()
+        total: Tensor | None = None
         for i, adjoint in adjoints.items():
             if i not in before or i >= len(now) or now[i].shape != adjoint.shape or not self.measure.fits(now[i]):
                 return None
-            total = total + self.measure(adjoint, before[i], now[i])
-        return total
+            change = self.measure(adjoint, before[i], now[i])
+            total = change if total is None else total + change
+        return self.measure.zero() if total is None else total
 
 
 def in_order(tape: Tape, this: Pass, follower: InOrder) -> Tensor | None:

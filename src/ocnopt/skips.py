@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,47 +11,45 @@ from torch import Tensor
 from ocnopt.problem import Problem
 
 
+@dataclass
+class Bad:
+    """The last skipped step of those that checked the same things."""
+
+    finite: Tensor  # [checked]
+    turn: Tensor  # how many had been skipped by then
+
+
 class Skips:
     """``count`` never waits for the device; ``report`` does."""
 
     def __init__(self) -> None:
         self.total: Tensor | None = None
-        self._first_bad: Tensor | None = None  # index into _names
-        self._names: list[str] = []  # every name that was ever checked; an index stays what it was
-        self._codes: dict[tuple[str, ...], Tensor] = {}
+        self._bad: dict[tuple[str, ...], Bad] = {}  # by what was checked
         self._reported = 0
 
     def count(self, problem: Problem) -> None:
-        bad = 1 - problem.ok
-        if self.total is None or self._first_bad is None:
-            self.total, self._first_bad = torch.zeros_like(bad), torch.full_like(bad, -1)
-        place = problem.finite.to(bad.dtype).argmin()
-        code = self._code(problem).index_select(0, place.reshape(1)).squeeze()  # an index in brackets would be read
-        first = torch.where(problem.finite.all(), -1.0, code)
-        # in place: a CUDA graph goes on counting where it began
-        self._first_bad.copy_(torch.where(bad.bool(), first, self._first_bad))
-        self.total += bad
-
-    def _code(self, problem: Problem) -> Tensor:
-        key = tuple(problem.checked)
-        if key not in self._codes:
-            known = {name: i for i, name in enumerate(self._names)}
-            for name in key:
-                known.setdefault(name, len(known))
-            self._names = list(known)
-            if len(self._codes) > 64:
-                self._codes.clear()
-            codes = [float(known[name]) for name in key]
-            self._codes[key] = torch.tensor(codes, dtype=problem.ok.dtype, device=problem.ok.device)
-        return self._codes[key]
+        """Everything changes in place: a CUDA graph goes on counting where it began."""
+        if self.total is None:
+            self.total = torch.zeros_like(problem.ok)
+        self.total += 1 - problem.ok
+        key, fine = tuple(problem.checked), problem.ok.bool()
+        if key not in self._bad:
+            if len(self._bad) > 64:
+                self._bad.clear()
+            self._bad[key] = Bad(torch.ones_like(problem.finite), torch.zeros_like(self.total))
+        last = self._bad[key]
+        torch.where(fine, last.finite, problem.finite, out=last.finite)
+        torch.where(fine, last.turn, self.total, out=last.turn)
 
     def report(self, alone: bool) -> None:
         """Warn if steps were skipped since the last report."""
-        if self.total is None or self._first_bad is None or int(self.total) <= self._reported:
+        if self.total is None or int(self.total) <= self._reported:
             return
-        bad, new = int(self._first_bad), int(self.total) - self._reported
+        new = int(self.total) - self._reported
+        names, last = max(self._bad.items(), key=lambda item: float(item[1].turn))
+        bad = [name for name, finite in zip(names, last.finite.tolist(), strict=True) if not finite]
         elsewhere = "the loss" if alone else "the loss, or something on another process,"
-        where = elsewhere if bad < 0 else f"the gradient of {self._names[bad]!r}"
+        where = f"the gradient of {bad[0]!r}" if bad else elsewhere
         warnings.warn(
             f"{new} step(s) skipped: {where} was not finite, or too large to be squared; "
             f"parameters and state are unharmed",

@@ -38,7 +38,7 @@ class Adaptive(Curvature):
         q = bucket.force(a)
         corrected = bucket.group["bias_correction"]
         # a statistic that starts late, after a change of curvature, is right at once
-        first = bucket.weight_of_average(decay) if corrected else 1 - decay
+        first = bucket.moment.weight_of_average(decay) if corrected else 1 - decay
         fresh = ["second_moment" not in state for state in bucket.states]
         second_moment, squares = bucket.zeros_like_parameters("second_moment"), list(torch._foreach_mul(q, q))
         for new, weight in ((True, first), (False, 1 - decay)):
@@ -46,7 +46,7 @@ class Adaptive(Curvature):
                 ema_(_where(second_moment, fresh, new), _where(squares, fresh, new), weight * bucket.ok)
         diagonals = torch._foreach_sqrt(second_moment)
         if corrected:
-            torch._foreach_div_(diagonals, bucket.weight_of_average(decay) ** 0.5)
+            torch._foreach_div_(diagonals, bucket.moment.weight_of_average(decay) ** 0.5)
         if eps:
             torch._foreach_add_(diagonals, eps)
         else:  # 0/0 is no step

@@ -146,7 +146,8 @@ def roll_out(
                 zip(*(live.placement.nodes(live.flow) for live in passes), strict=True), start=-1
             ):
                 if k in stages.at:
-                    act(stages.at[k], torch.stack([base, *(part for live in passes for part in live.s(k))]).sum(0))
+                    seen = [base, *(part for live in passes for part in live.s(k))]
+                    act(stages.at[k], torch.stack(seen).sum(0) if len(seen) > 1 else base)
                 for live, theirs, measure in zip(passes, nodes, measures, strict=True):
                     live.advance(theirs, measure)
     except Exception as error:
