@@ -45,6 +45,7 @@ class Tape:
         self.rollout: Rollout | None = None
         self.randomised: set[str] = set()  # modules that draw random numbers which their adapter must draw again
         self._current: Pass | None = None
+        self._asked = Need()  # of the pass under way
         self._turns = 0
         self._open: list[Record] = []
         self._counts: dict[str, int] = {}
@@ -123,18 +124,21 @@ class Tape:
         activation checkpointing, run again, and the first one has been recorded.
         """
         idle = self.rollout is not None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
-        return Need() if idle or _transforming() else self.need()
+        if idle or _transforming():
+            return Need()
+        return self.need() if self._current is None else self._asked
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._current, self._open, self._counts, self._graph = None, [], {}, []
         need = self._needed()
         if not need:
             return
-        if all(p.grad is None for p in model.parameters()):
+        self._asked, parameters = need, list(model.parameters())
+        if all(p.grad is None for p in parameters):
             self.clear()  # the gradients of earlier passes are gone, so their records are of no use
         elif self.records:
             self.before_pass()
-        self._scaling.watch(model)
+        self._scaling.watch(parameters)
         if need.calls or need.states:  # then the model may run again
             self._keep_places()
             self._others.watch()
@@ -234,6 +238,10 @@ class Tape:
 
     def _before(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            with self._follower.aside():
+                return act(module, args, kwargs)
+
+        def act(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             occurrence = self._counts.get(name, 0)
             self._counts[name] = occurrence + 1
             if self.rollout is not None:
@@ -276,9 +284,10 @@ class Tape:
             if self.rollout is not None:
                 self.rollout.after(name, self._counts[name] - 1, floating(output))
                 return None
-            changed = self._watch_outputs(module, output)
-            if name in self._measured:
-                self._follower.leave(name, output if changed is None else changed)
+            with self._follower.aside():
+                changed = self._watch_outputs(module, output)
+                if name in self._measured:
+                    self._follower.leave(name, output if changed is None else changed)
             return changed
 
         return hook

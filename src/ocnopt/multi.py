@@ -108,6 +108,19 @@ def masked(tensors: Sequence[Tensor], ok: Tensor) -> list[Tensor]:
     return [t.view(tensors[0].dtype) for t in torch._foreach_mul([t.contiguous().view(bits) for t in tensors], keep)]
 
 
+def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies, in a few launches where tensors are alike."""
+    copies = [torch.empty_like(t) for t in tensors]
+    alike: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for copy, t in zip(copies, tensors, strict=True):
+        ours, theirs = alike.setdefault((t.device, t.dtype), ([], []))
+        ours.append(copy)
+        theirs.append(t)
+    for ours, theirs in alike.values():
+        torch._foreach_copy_(ours, theirs)
+    return copies
+
+
 def ema_(averages: list[Tensor], values: list[Tensor], weight: Tensor) -> None:
     """average ← (1 − weight) · average + weight · value; overwrites ``values``."""
     torch._foreach_mul_(values, weight)

@@ -17,6 +17,7 @@ from ocnopt.distributed import World
 from ocnopt.games.live import Live, roll_out
 from ocnopt.groups import Samples
 from ocnopt.linalg import without_autocast
+from ocnopt.multi import copied
 from ocnopt.phases import BELLMAN, ROLLOUT
 from ocnopt.players import Player
 from ocnopt.problem import Kernels, Problem
@@ -183,8 +184,13 @@ class Snapshot:
         self.state = state
 
     def __enter__(self) -> None:
-        self.values = [p.clone() for p in self.params]
-        self.states = [{k: _kept(k, v) for k, v in self.state[p].items()} for p in self.params]
+        self.states = [dict(self.state[p]) for p in self.params]
+        # clocks tick after the step, so they need no copy, and they are shared between parameters
+        kept = [(own, k, v) for own in self.states for k, v in own.items() if isinstance(v, Tensor) and k != "step"]
+        copies = copied([*self.params, *(v for _, _, v in kept)])
+        self.values = copies[: len(self.params)]
+        for (own, key, _), copy in zip(kept, copies[len(self.params) :], strict=True):
+            own[key] = copy
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -195,8 +201,3 @@ class Snapshot:
         for p, before in zip(self.params, self.states, strict=True):
             self.state[p].clear()
             self.state[p].update(before)
-
-
-def _kept(key: str, value: Any) -> Any:
-    # clocks tick after the step, so they need no copy, and they are shared between parameters
-    return value.clone() if isinstance(value, Tensor) and key != "step" else value

@@ -7,7 +7,7 @@ the tape must follow, or they would speak of another loss than the gradients do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +32,11 @@ class Scaling:
         self._hooks: dict[Tensor, RemovableHandle] = {}
         self._kept: dict[Tensor, Tensor] = {}  # some entries of a gradient, as the backward pass left them
         self._left: dict[Tensor, tuple[Tensor, int]] = {}  # the gradient itself, and how often it was written to
-        self.watch(model)
+        self.watch(model.parameters())
 
-    def watch(self, model: nn.Module) -> None:
+    def watch(self, parameters: Iterable[Tensor]) -> None:
         """Also what has been thawed since."""
-        for p in model.parameters():
+        for p in parameters:
             if p.requires_grad and p.is_leaf and p not in self._hooks:
                 self._hooks[p] = p.register_post_accumulate_grad_hook(self._keep)
 

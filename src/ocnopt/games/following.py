@@ -5,13 +5,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from ocnopt.games.flow import Flow, Recorder
 from ocnopt.rng import RNGState
 
 if TYPE_CHECKING:
     from ocnopt.records import Pass
+
+
+class Aside:
+    """Takes the innermost mode off its stack for a while."""
+
+    def __init__(self, there: bool) -> None:
+        self._there = there
+        self._mode: TorchFunctionMode | None = None
+
+    def __enter__(self) -> None:
+        self._mode = _pop_mode() if self._there else None
+
+    def __exit__(self, *raised: object) -> None:
+        if self._mode is not None:
+            _push_mode(self._mode)
 
 
 class Follower:
@@ -32,6 +47,10 @@ class Follower:
     def clear(self) -> None:
         """Between passes nothing is recorded."""
         self._abandon()
+
+    def aside(self) -> Aside:
+        """A block in which nothing is recorded, nor is it slowed down by somebody who looks on."""
+        return Aside(self._recorder is not None)
 
     def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._recorder is not None:
