@@ -11,21 +11,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
-import time
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from _report import markdown
 from _training import environment
-from step_time import CLOCKS, WARM_UP, Timing, add_timing_arguments, timed
 
 from ocnopt import OCNOpt
 from ocnopt.lab import models
+from ocnopt.lab.bench.timing import CLOCKS, Spread, Turns, ratio, timed
 
 LIMIT = 1.15
+WARM_UP = 3
 BASELINE = "accumulated"
 #: the second one of the same kind shows the noise
 CONTENDERS: dict[str, dict[str, Any]] = {
@@ -54,34 +56,28 @@ class Training:
         self.optimizer.step()
 
 
+class Timing(NamedTuple):
+    """Milliseconds a step: the first one, which sets up state, and then one number a round."""
+
+    first: float
+    rounds: list[float]
+
+
 def interleave(arguments: argparse.Namespace) -> dict[str, Timing]:
     """Let the contenders take turns, `rounds` times or until the budget is spent."""
     torch.manual_seed(0)
-    device, clock = torch.device(arguments.device), CLOCKS[arguments.clock]
-    trainings = {name: Training(options, arguments.batch, device) for name, options in CONTENDERS.items()}
-    timings = {name: Timing(timed(training.step, 1, device, clock), []) for name, training in trainings.items()}
-    for training in trainings.values():
-        timed(training.step, WARM_UP, device)
-    deadline, names = time.monotonic() + arguments.budget, list(trainings)
-    for turn in range(arguments.rounds):
-        if turn >= 2 and time.monotonic() > deadline:  # two rounds at least: one has no spread
-            break
-        shift = turn % len(names)  # nobody always follows the same neighbour's cache
-        for name in names[shift:] + names[:shift]:
-            timings[name].rounds.append(timed(trainings[name].step, arguments.inner, device, clock))
-    return timings
+    device = torch.device(arguments.device)
+    turns = Turns(arguments.rounds, arguments.inner, arguments.clock, arguments.budget)
+    works = {name: Training(options, arguments.batch, device).step for name, options in CONTENDERS.items()}
+    firsts = {name: timed(work, 1, device, CLOCKS[arguments.clock]) for name, work in works.items()}
+    for work in works.values():
+        timed(work, WARM_UP, device)
+    return {name: Timing(firsts[name], rounds) for name, rounds in turns.take(works, device).items()}
 
 
-def ratios(timings: dict[str, Timing]) -> dict[str, tuple[float, float, float]]:
-    """Of each contender to the accumulated state: lower quartile, median, upper quartile over the rounds."""
-    base = timings[BASELINE].rounds
-    found = {}
-    for name, timing in timings.items():
-        low, middle, high = statistics.quantiles(
-            [a / b for a, b in zip(timing.rounds, base, strict=True)], n=4, method="inclusive"
-        )
-        found[name] = low, middle, high
-    return found
+def ratios(timings: dict[str, Timing]) -> dict[str, Spread]:
+    """Of each contender to the accumulated state, over the rounds."""
+    return {name: ratio(timing.rounds, timings[BASELINE].rounds) for name, timing in timings.items()}
 
 
 def table(timings: dict[str, Timing]) -> str:
@@ -104,7 +100,14 @@ def verdict(timings: dict[str, Timing]) -> str:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_timing_arguments(parser)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=2, help="of the CPU")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--inner", type=int, default=1, help="steps timed together in each turn")
+    parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="process: CPU time, on a busy machine")
+    parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="start no round after this")
+    parser.add_argument("--json", type=Path, help="write every number to this file")
     arguments = parser.parse_args(argv)
     if arguments.clock == "process" and arguments.device != "cpu":
         parser.error("--clock process measures the CPU alone: use it with --device cpu")

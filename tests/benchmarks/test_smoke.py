@@ -42,9 +42,7 @@ def script(name: str) -> ModuleType:
     return module
 
 
-gpt, vision, digits, step_time, games, graphed = map(
-    script, ("gpt", "vision", "digits", "step_time", "games", "graphed")
-)
+gpt, vision, digits, games = map(script, ("gpt", "vision", "digits", "games"))
 
 
 # --- runs: variants, plan, journal --------------------------------------------------------------------------
@@ -340,7 +338,7 @@ def test_vision_runs_and_reports(data: Path, tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().out == printed
 
 
-# --- digits and step time -----------------------------------------------------------------------------------
+# --- digits and games ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -385,39 +383,6 @@ def test_digits_shows_the_stability_check(tmp_path: Path, capsys: pytest.Capture
     assert "| OCNOpt, nonlinear |" in printed
 
 
-def test_a_ratio_is_the_median_of_the_ratios_within_rounds() -> None:
-    slow_machine = [1.0, 10.0, 100.0]
-    timings = {
-        "sgd": step_time.Timing(1.0, slow_machine),
-        "identity, linear r=1": step_time.Timing(1.0, [2 * ms for ms in slow_machine]),
-    }
-    assert [row["ratio"] for row in step_time.summary(timings)] == [1.0, 2.0]
-
-
-def test_graphed_times_and_says_why_there_is_no_graph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, small = tmp_path / "graphed.json", ["--device", "cpu", "--batch", "2", "--rounds", "2", "--inner", "1"]
-    names = ["sgd, eager", "sgd, graphed", "identity, nonlinear r=1, graphed"]
-    assert graphed.main(["--json", str(out), *small, *(a for name in names for a in ("--optimizer", name))]) == 0
-    steps = json.loads(out.read_text())["steps"]
-    assert [step["name"] for step in steps] == names
-    assert all(len(step["rounds_ms"]) == 2 for step in steps)
-    assert [bool(step["reason"]) for step in steps] == [False, True, True]
-    assert "graphs are a matter of CUDA" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        graphed.main(["--kernels", "sgd, eager", *small])
-
-
-def test_step_time_times_and_profiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, small = tmp_path / "times.json", ["--batch", "2", "--threads", "1"]
-    name = "adaptive, linear r=1"
-    assert step_time.main(["--optimizer", name, "--rounds", "2", "--json", str(out), *small]) == 0
-    assert set(json.loads(out.read_text())["timings"]) == {"adam", name}
-    assert step_time.main(["--optimizer", "sgd", "--rounds", "9", "--budget", "0", "--clock", "process", *small]) == 0
-    assert "2 rounds of 1, process time" in capsys.readouterr().out
-    assert step_time.main(["--profile", "sgd", *small]) == 0
-    assert "Optimizer.step#SGD.step" in capsys.readouterr().out
-
-
 def test_the_live_state_is_timed_against_the_accumulated_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -433,7 +398,7 @@ def test_the_live_state_is_timed_against_the_accumulated_one(
 def test_the_limit_of_the_live_state() -> None:
     def timings(live: float) -> dict[str, Any]:
         rounds = {"accumulated": [1.0, 10.0, 100.0], "live": [live, 10 * live, 100 * live]}
-        return {name: step_time.Timing(1.0, times) for name, times in rounds.items()}
+        return {name: games.Timing(1.0, times) for name, times in rounds.items()}
 
     assert games.verdict(timings(1.1)).endswith("the limit of 1.15 is kept")
     assert games.verdict(timings(1.2)).endswith("the limit of 1.15 is exceeded")

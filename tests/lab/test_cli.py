@@ -83,7 +83,7 @@ def test_help_has_examples_that_fit_into_a_terminal(ocnopt: Ocnopt, command: str
 
 def test_help_lists_the_commands(ocnopt: Ocnopt) -> None:
     text = ocnopt("--help").stdout
-    for command in ("demo", "train", "compare", "report", "data"):
+    for command in ("demo", "train", "compare", "bench", "report", "data"):
         assert f" {command} " in text
 
 

@@ -21,6 +21,7 @@ COMMANDS = (
     "ocnopt.lab.cli.compare",
     "ocnopt.lab.cli.sweep",
     "ocnopt.lab.cli.reproduce",
+    "ocnopt.lab.cli.bench",
     "ocnopt.lab.cli.report",
     "ocnopt.lab.cli.data",
 )

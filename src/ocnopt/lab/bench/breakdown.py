@@ -1,0 +1,110 @@
+"""Where the time of a step goes: forward, backward, capture, and the phases that the optimizer names."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from ocnopt import phases
+from ocnopt.lab.bench.contenders import CONTENDERS, Contender
+from ocnopt.lab.bench.timing import wait
+from ocnopt.lab.bench.training import Setup, Training
+
+_FORWARD, _BACKWARD, _STEP = phases.Phase("forward"), phases.Phase("backward"), phases.Phase("step")
+
+#: in the order of a step
+PHASES = ("forward", "backward", "capture", "gradients", "curvature", "bellman", "rollout", "update", "rest")
+
+
+class Stopwatch:
+    """A listener to phases: milliseconds in each, without those of phases inside it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.ms: dict[str, float] = defaultdict(float)
+        self._device = device
+        self._open: list[str] = []
+        self._since = 0.0
+
+    def begin(self, name: str) -> None:
+        self._book()
+        self._open.append(name)
+
+    def end(self, name: str) -> None:
+        self._book()
+        self._open.pop()
+
+    def _book(self) -> None:
+        """Whatever is underway gets the time since the last change."""
+        wait(self._device)
+        now = time.perf_counter()
+        if self._open:
+            self.ms[self._open[-1]] += 1e3 * (now - self._since)
+        self._since = now
+
+
+def stopped_step(training: Training) -> dict[str, float]:
+    """Milliseconds by phase of one eager step."""
+    watch = Stopwatch(training.device)
+    with phases.told(watch), _STEP:
+        training.optimizer.zero_grad()
+        with _FORWARD:
+            loss = training.loss()
+        with _BACKWARD:
+            loss.backward()
+        training.optimizer.step()
+    named = set(watch.ms) - {"forward", "backward", "step"}
+    watch.ms["rest" if named else "update"] += watch.ms.pop("step")
+    return dict(watch.ms)
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Mean milliseconds by phase, which add up to the step."""
+
+    optimizer: str
+    title: str
+    ms: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.ms.values())
+
+    def document(self) -> dict[str, object]:
+        return {**asdict(self), "total_ms": self.total}
+
+
+def middle(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean by phase, over the half of the steps whose totals are in the middle: the others were disturbed."""
+    quarter = len(steps) // 4
+    chosen = sorted(steps, key=lambda ms: sum(ms.values()))[quarter : len(steps) - quarter]
+    return {name: statistics.fmean(ms.get(name, 0.0) for ms in chosen) for name in PHASES}
+
+
+def against(bare: dict[str, float], ours: dict[str, float]) -> dict[str, float]:
+    """Forward and backward are those of a network that nobody watches; what they take beyond that is the capture."""
+    extra = sum(ours[name] - bare[name] for name in ("forward", "backward"))
+    return {**ours, "forward": bare["forward"], "backward": bare["backward"], "capture": extra}
+
+
+def break_down(contenders: Sequence[Contender], setup: Setup, rounds: int) -> list[Breakdown]:
+    """Eager, ordinary steps of all contenders, which take turns."""
+    bare = CONTENDERS["sgd"]  # hooks nothing
+    every = {c.name: c for c in (bare, *contenders)}
+    trainings = {name: setup.build(contender) for name, contender in every.items()}
+    for training in trainings.values():
+        for _ in range(training.warm_up):
+            training.step()
+        training.pause_refreshes()
+    steps: dict[str, list[dict[str, float]]] = {name: [] for name in trainings}
+    names = list(trainings)
+    for turn in range(rounds):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            steps[name].append(stopped_step(trainings[name]))
+    found = {name: middle(theirs) for name, theirs in steps.items()}
+    return [Breakdown(c.name, c.title, against(found[bare.name], found[c.name])) for c in contenders]

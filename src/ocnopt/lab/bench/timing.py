@@ -1,0 +1,72 @@
+"""Clocks, turns and spreads."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import torch
+
+K = TypeVar("K")
+Work = Callable[[], object]
+
+#: process: CPU time, for a machine that is busy
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "process": time.process_time}
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed(work: Work, times: int, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Milliseconds for one of ``times`` calls, with all work of the device inside."""
+    wait(device)
+    start = clock()
+    for _ in range(times):
+        work()
+    wait(device)
+    return 1e3 * (clock() - start) / times
+
+
+class Spread(NamedTuple):
+    """Median and quartiles."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(*statistics.quantiles(values, n=4, method="inclusive"))
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
+    """Of the ratios within the rounds: a machine that slows down for a while slows both."""
+    return Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How contenders take turns: ``rounds`` of ``inner`` steps each, no round begun after ``budget`` seconds."""
+
+    rounds: int = 10
+    inner: int = 1
+    clock: str = "wall"
+    budget: float = math.inf
+
+    def take(self, works: Mapping[K, Work], device: torch.device) -> dict[K, list[float]]:
+        """Milliseconds of one call, for each round: A B C, B C A, …: nobody always follows the same neighbour."""
+        names, found = list(works), {name: list[float]() for name in works}
+        deadline = time.monotonic() + self.budget
+        for turn in range(self.rounds):
+            if turn >= 2 and time.monotonic() > deadline:  # two rounds at least: one has no spread
+                break
+            shift = turn % len(names)
+            for name in names[shift:] + names[:shift]:
+                found[name].append(timed(works[name], self.inner, device, CLOCKS[self.clock]))
+        return found
