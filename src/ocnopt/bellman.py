@@ -28,7 +28,7 @@ from ocnopt.linalg import safe_eigh, solve_spd
 
 def terminal_precision(fractions: Tensor, gauss_newton: float) -> Tensor:
     """Diagonal of Σ_K^{-1}: n_g / (β² B), from the fractions n_g / B."""
-    return fractions / gauss_newton**2
+    return fractions if gauss_newton == 1 else fractions / gauss_newton**2
 
 
 class Policy(ABC):
@@ -76,10 +76,15 @@ class Consistent(Policy):
         self.kernels, self.precision = kernels, precision
         self.stage_of, self.cooperative = stage_of, cooperative
 
+    @property
+    def _last(self) -> Tensor:
+        """Σ_K^{-1}."""
+        return self.precision[:, None] if len(self.precision) == 1 else torch.diag(self.precision)
+
     @cached_property
     def J(self) -> Tensor:
         """``[S, r, r]``."""
-        return torch.diag(self.precision) + self.kernels.tails[0]
+        return self._last + self.kernels.tails[0]
 
     @cached_property
     def b(self) -> Tensor:
@@ -90,7 +95,7 @@ class Consistent(Policy):
         """J and b as each seat sees them, or as each stage does where its seats cooperate."""
         if self.cooperative:
             return self.J, self.b
-        J = torch.cat([self.J[1:], torch.diag(self.precision)[None]])
+        J = torch.cat([self.J[1:], self._last[None]])
         b = torch.cat([self.b[1:], self.precision[None]])
         J, b = (torch.stack([rows[k] for k in self.stage_of]) for rows in (J, b))  # a list of indices would be copied
         return J + self.kernels.K, b - self.kernels.u
@@ -121,7 +126,7 @@ class Consistent(Policy):
     def whole_network(self) -> Tensor:
         """w of the linear rollout, one for all stages: J_0^{-1} b_0, the damped Gauss-Newton step of the network."""
         K, u = self.kernels.total
-        return solve_spd(torch.diag(self.precision) + K, self.precision - u)
+        return solve_spd(self._last + K, self.precision - u)
 
     def value(self, k: int) -> tuple[Tensor, Tensor]:
         if k == len(self.J):

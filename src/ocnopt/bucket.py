@@ -46,7 +46,9 @@ class Bucket:
     failed_refreshes: int = field(default=0)
     metric: Metric | None = field(default=None)
     preconditioned: GroupGradients | None = field(default=None)  # C^{-1} G
-    stride: Tensor | None = field(default=None)  # what directions are multiplied by, while layers act one by one
+    stride: Tensor | None = field(
+        default=None
+    )  # what directions are multiplied by: −η, or nothing in a step without a trace
     pending: list[Tensor] | None = field(default=None)  # changes of the parameters that are planned, and not made yet
 
     @CURVATURE
@@ -128,10 +130,10 @@ class Bucket:
         if mu:
             m = self.zeros_like_parameters("momentum")
             scale = mu / (1 - mu) if self.group["ema"] else mu**2 / (1 + mu) if self.group["nesterov"] else mu
-            terms.append(scale * preconditioned.project(m))
+            terms.append(preconditioned.project(m) * scale)
         if self._has_decay:
             terms.append(preconditioned.project(self._decayed()))
-        return torch.stack(terms).sum(0) if terms else None
+        return sum(terms[1:], terms[0]) if terms else None
 
     def decoupled_drift(self) -> Tensor | None:
         """G^T γθ, ``[rows, r]``, of a decoupled weight decay."""
@@ -166,7 +168,6 @@ class Bucket:
         if m is not None and self._looks_ahead:
             drift = torch._foreach_mul(m, self.group["momentum"])
             direction = list(drift if direction is None else torch._foreach_add(direction, drift))
-        self.stride = self._stride
         self.pending = self._planned(direction)
 
     def steer(self, w: Tensor) -> None:
@@ -178,7 +179,7 @@ class Bucket:
         if mu:
             self.gradients.add_to(self.zeros_like_parameters("momentum"), w, N * self._intake)
         taken = self._intake if mu and not self._looks_ahead else 1 + mu
-        self.preconditioned.add_to(self.pending, w * self.stride, -(N * taken))
+        self.preconditioned.add_to(self.pending, w * self.stride, N * taken)
         self._move(self.pending)
 
     @property
@@ -194,18 +195,13 @@ class Bucket:
         """The weight of a new direction in the momentum."""
         return 1 - self.group["momentum"] if self.group["ema"] else 1.0
 
-    @property
-    def _stride(self) -> Tensor:
-        """What a direction is multiplied by: the step size, or nothing in a step that must leave no trace."""
-        return self.ok * self.lr / self._momentum_correction
-
     def _coasting_momentum(self) -> list[Tensor] | None:
         """The momentum, one step later, if there were no gradient."""
         mu = self.group["momentum"]
         if not mu:
             return None
         m = self.zeros_like_parameters("momentum")
-        torch._foreach_mul_(m, 1 - (1 - mu) * self.ok)
+        torch._foreach_mul_(m, torch.rsub(self.ok, 1, alpha=1 - mu))
         if self._has_decay:
             torch._foreach_add_(m, torch._foreach_mul(self._decayed(), self.ok), alpha=self._intake)
         return m
@@ -213,10 +209,11 @@ class Bucket:
     def _planned(self, direction: list[Tensor] | None) -> list[Tensor]:
         """The change of the parameters that comes of a direction, and of a decoupled decay."""
         assert self.metric is not None
+        self.stride = self.ok * -self.lr / self._momentum_correction
         if direction is None:
             change = [torch.zeros_like(local(p), dtype=self.ok.dtype) for p in self.params]
         else:
-            change = list(torch._foreach_mul(self.metric.solve(direction), -self._stride))
+            change = list(torch._foreach_mul(self.metric.solve(direction), self.stride))
         if self.group["decoupled_weight_decay"] and any(self._decays):
             torch._foreach_add_(change, torch._foreach_mul(self._decayed(), -self.ok * self.lr))
         return change

@@ -145,14 +145,14 @@ class Forms:
         assert player.adapter is not None
         return Gram if alone and player.adapter.prefers_gram(records[0].call(), rank) else Explicit
 
-    def build(self, kind: type[GroupGradients], players: Sequence[Player]) -> GroupGradients:
+    def build(self, kind: type[GroupGradients], players: Sequence[Player], fractions: Tensor) -> GroupGradients:
         params = [p for player in players for p in player.params]
         grads = [gradient_of(p).detach().to(compute_dtype(p.dtype)) for p in params]
         if self.ok is not None:
             grads = masked(grads, self.ok.to(params[0].device))
         if self.maximize:
             torch._foreach_neg_(grads)
-        fractions = self.samples.groups.fractions(grads[0])
+        fractions = fractions.to(grads[0])
         if kind is Shared:
             return Shared(grads, fractions)
         if kind is Explicit:

@@ -91,10 +91,14 @@ class Shared(GroupGradients):
 
     def kernels(self, other: GroupGradients) -> Tensor:
         assert isinstance(other, Shared)
-        return inner(self.grads, other.grads)[:, None, None] * torch.outer(self.fractions, self.fractions)
+        return self._spread(self._spread(inner(self.grads, other.grads)))
 
     def project(self, vectors: Sequence[Tensor]) -> Tensor:
-        return inner(self.grads, vectors)[:, None] * self.fractions
+        return self._spread(inner(self.grads, vectors))
+
+    def _spread(self, rows: Tensor) -> Tensor:
+        """``[..., r]``: over the groups."""
+        return rows[..., None] if len(self.fractions) == 1 else rows[..., None] * self.fractions
 
     def select(self, parameters: Sequence[int]) -> Shared:
         return Shared([self.grads[i] for i in parameters], self.fractions)

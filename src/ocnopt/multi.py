@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -33,15 +34,16 @@ def sums(tensors: Sequence[Tensor]) -> Tensor:
     They are laid out in rows, and what is left of the last row of each is zero: all rows are summed side by side, and
     the few sums that are then a tensor's own one after another.
     """
-    zeros, rows = _layout(tuple(t.numel() for t in tensors), tensors[0].dtype, tensors[0].device)
+    zeros, ends = _layout(tuple(t.numel() for t in tensors), tensors[0].dtype, tensors[0].device)
     parts = (part for t in tensors for part in (t.reshape(-1), zeros[: -t.numel() % _ROW]))
-    return torch.segment_reduce(torch.cat(list(parts)).view(-1, _ROW).sum(1), "sum", lengths=rows, unsafe=True)
+    return torch.segment_reduce(torch.cat(list(parts)).view(-1, _ROW).sum(1), "sum", offsets=ends, unsafe=True)
 
 
 @lru_cache(maxsize=64)
 def _layout(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Zeros to fill up rows with, and how many rows each tensor takes."""
-    return torch.zeros(_ROW, dtype=dtype, device=device), torch.tensor([-(-n // _ROW) for n in numbers], device=device)
+    """Zeros to fill up rows with, and where the rows of each tensor begin and end."""
+    ends = list(accumulate((-(-n // _ROW) for n in numbers), initial=0))
+    return torch.zeros(_ROW, dtype=dtype, device=device), torch.tensor(ends, device=device)
 
 
 def finite(tensors: Sequence[Tensor]) -> Tensor:

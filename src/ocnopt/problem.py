@@ -156,7 +156,7 @@ class Problem:
         lr = bucket.lr
         scale, step = (bucket.gain, lr) if paper else (bucket.gain * lr, 1.0)
         Gi = bucket.preconditioned = bucket.gradients.preconditioned(bucket.metric)
-        K = bucket.fictitious * scale * bucket.gradients.kernels(Gi)
+        K = bucket.gradients.kernels(Gi) * (bucket.fictitious * scale)
         cost, drift = bucket.linear_cost(Gi), bucket.decoupled_drift()
         u = torch.zeros_like(K[:, 0]) if cost is None else scale * cost
         free = None if drift is None else drift * (1.0 if paper else lr)
@@ -273,7 +273,7 @@ def pose(
                 params=params,
                 states=[state[q] for q in params],
                 seats=[stages.seat_of[id(p)] for p in theirs],
-                gradients=forms.build(kind, theirs),
+                gradients=forms.build(kind, theirs, fractions),
                 calls={id(p): forms.calls_of(p) for p in theirs} if theirs[0].curvature.needs_model else {},
                 moment=Moment(state[params[0]]["step"], compute_dtype(params[0].dtype)),
                 seen=seen,
