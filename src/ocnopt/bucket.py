@@ -35,6 +35,7 @@ class Bucket:
     players: list[Player]
     params: list[Tensor]
     states: list[dict[str, Any]]
+    peers: Sequence[Player]  # all players of the step that have this curvature
     seats: list[int]  # of each player
     gradients: GroupGradients
     calls: Mapping[int, list[tuple[Part, list[Call]]]]  # id(player) → forward passes → calls of its module

@@ -83,6 +83,16 @@ def why_eager(opt: Optimizer, flow: Flow | None) -> str | None:
     return "the data flow is verified" if flow is not None and flow.uses and is_due(flow) else None
 
 
+def catch_up(opt: Optimizer) -> int:
+    """What the coming step would begin with, and a graph cannot. Returns how many eigendecompositions failed."""
+    players, failed = _players(opt) if isinstance(opt, OCNOpt) else [], 0
+    for curvature in {p.curvature for p in players}:
+        peers = [p for p in players if p.curvature is curvature]
+        old = [p for p in peers if curvature.overdue(opt.state.get(p.params[0], {}), p.group, p.inside)]
+        failed += curvature.catch_up(old, [opt.state[p.params[0]] for p in old], peers)
+    return failed
+
+
 def kind(opt: Optimizer) -> Hashable:
     """Steps of the same kind do the same. Other layers may be looked at in each."""
     if not isinstance(opt, OCNOpt):

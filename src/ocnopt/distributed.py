@@ -89,12 +89,8 @@ class World:
             raise RuntimeError(f"the {self.size} processes that train this network together {otherwise}")
 
     def share(self, costs: Sequence[float]) -> list[int]:
-        """Which process does which piece of work: the largest first, each to the one that has least to do."""
-        load, owners = [0.0] * self.size, [0] * len(costs)
-        for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
-            owners[i] = load.index(min(load))
-            load[owners[i]] += costs[i]
-        return owners
+        """Which process does which piece of work."""
+        return share_out(costs, self.size)
 
     def portions(self, work: Sequence[T]) -> Iterator[Sequence[T]]:
         """All of it at once, so that messages are few; alone, piece by piece, so that little is held at a time."""
@@ -131,6 +127,15 @@ def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             message.append(t)
             numbers += t.numel()
         yield message
+
+
+def share_out(costs: Sequence[float], among: int) -> list[int]:
+    """Who does which piece of work: the largest first, each to the one that has least to do."""
+    load, owners = [0.0] * among, [0] * len(costs)
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        owners[i] = load.index(min(load))
+        load[owners[i]] += costs[i]
+    return owners
 
 
 # --- who is there ---

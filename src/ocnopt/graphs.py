@@ -111,7 +111,7 @@ class GraphedStep:
                 self._say(odd)
                 return self._on_the_side(inputs)
             self.reason = clockwork.why_eager(self.opt, self._flow)
-            return self._eager(inputs) if self.reason is not None else self._of_kind(clockwork.kind(self.opt), inputs)
+            return self._eager(inputs) if self.reason is not None else self._caught_up(inputs)
 
     # --- eager steps ---
 
@@ -169,6 +169,14 @@ class GraphedStep:
             self.opt._warned_capturable_if_run_uncaptured = True  # it is going to be captured
             self._rates.adopt()
             self._frozen = clockwork.frozen(self.opt, self._modules, self._others)
+
+    def _caught_up(self, inputs: tuple[Any, ...]) -> Tensor:
+        with torch.no_grad():
+            failed = clockwork.catch_up(self.opt)
+        loss = self._of_kind(clockwork.kind(self.opt), inputs)
+        if failed:
+            self.opt.diagnostics.failed_refreshes += failed  # type: ignore[attr-defined]
+        return loss
 
     def _of_kind(self, kind: Hashable, inputs: tuple[Any, ...]) -> Tensor:
         seen = self._seen.get(kind, 0)

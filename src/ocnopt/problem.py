@@ -272,6 +272,7 @@ def pose(
                 players=theirs,
                 params=params,
                 states=[state[q] for q in params],
+                peers=[p for p in players if p.curvature is theirs[0].curvature],
                 seats=[stages.seat_of[id(p)] for p in theirs],
                 gradients=forms.build(kind, theirs, fractions),
                 calls={id(p): forms.calls_of(p) for p in theirs} if theirs[0].curvature.needs_model else {},

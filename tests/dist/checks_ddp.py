@@ -338,7 +338,7 @@ def each_matrix_is_decomposed_once(rank: int) -> None:
         cross_entropy(model(batches(1)[0][0]), batches(1)[0][1]).backward()
         with patch.object(eigen, "safe_eigh", wraps=eigen.safe_eigh) as spy:
             opt.step()
-        found = [call.args[0].shape[-1] for call in spy.call_args_list]
+        found = [m.shape[-1] for call in spy.call_args_list for m in call.args[0]]  # those of one size at once
         counts: list[Any] = [None] * SIZE
         dist.all_gather_object(counts, found)
         assert sorted(counts[0] + counts[1]) == [3, 4, 4, 5, 5, 6]  # inputs with a bias, and outputs, of three layers

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from tests.exact.metrics import Options, Slot, Statistics, slots
+from tests.exact.metrics import Options, Slot, Statistics, slots, turns
 from tests.exact.nets import Batch, Net, loss, rank_of
 from torch import Tensor
 from torch.func import grad
@@ -77,7 +77,8 @@ class Dense:
         self.layers, thetas = zip(*(stage(piece) for piece in net.pieces), strict=True)
         self.thetas = list(thetas)
         self.slots = [slots(piece, options) for piece in net.pieces]
-        self.statistics = [Statistics(piece, s) for piece, s in zip(net.pieces, self.slots, strict=True)]
+        theirs = zip(net.pieces, self.slots, turns(net.pieces, self.slots), strict=True)
+        self.statistics = [Statistics(*each) for each in theirs]
         self.m = [torch.zeros_like(theta) for theta in self.thetas]
         self.t = 0
 

@@ -48,6 +48,7 @@ class Statistics:
 
     piece: nn.Module
     slots: Sequence[Slot]
+    turn: int = 1
     steps: int = 0
     second_moment: dict[str, Tensor] = field(default_factory=dict)
     blocks: list[Block] = field(default_factory=list)
@@ -83,7 +84,7 @@ class Statistics:
     def _kronecker(self, C: Tensor, layer: nn.Module, X: Tensor, h: Tensor) -> None:
         factors = list(_factors(layer, X, h))
         if self.steps == 1:
-            self.blocks = [Block(self.slots[0].options) for _ in factors]
+            self.blocks = [Block(self.slots[0].options, self.turn) for _ in factors]
         for block, (x, h_block, index) in zip(self.blocks, factors, strict=True):
             C[index[:, None], index] = block.matrix(x, h_block, self.steps)
 
@@ -93,6 +94,7 @@ class Block:
     """U (Σ_A ⊗ Σ_C + λ) U^T of one block of a layer, on [c, a] matrices flattened row by row."""
 
     options: Options
+    turn: int  # steps from the first basis to the second
     A: Tensor = field(init=False)
     C: Tensor = field(init=False)
     basis: tuple[Tensor, Tensor] = field(init=False)
@@ -104,14 +106,12 @@ class Block:
         o = self.options
         A = torch.einsum("bti,btj->ij", x, x) / len(x)
         C = torch.einsum("bti,btj->ij", h, h) / (len(h) * h.shape[1])
-        rho = o["factor_decay"]
+        rho, age = o["factor_decay"], t - 2 - self.turn
+        if age >= 0 and age % o["refresh_every"] == 0:  # of what the steps before have left
+            self.decompose(goes_on=o["ekfac"])
         self.A, self.C = (A, C) if t == 1 else (rho * self.A + (1 - rho) * A, rho * self.C + (1 - rho) * C)
-        if (t - 1) % o["refresh_every"] == 0:
-            (a, U_A), (c, U_C) = torch.linalg.eigh(self.A), torch.linalg.eigh(self.C)
-            U = torch.kron(U_C.contiguous(), U_A.contiguous())
-            goes_on = o["ekfac"] and t > 1
-            self.eigenvalues = (U.T @ self.C_k @ U).diagonal().view(len(c), -1) if goes_on else torch.outer(c, a)
-            self.basis = U_A, U_C
+        if t == 1:
+            self.decompose(goes_on=False)
         U_A, U_C = self.basis
         if o["ekfac"]:
             rotated = torch.stack([U_C.T @ h_i.T @ x_i @ U_A for x_i, h_i in zip(x, h, strict=True)])
@@ -120,6 +120,33 @@ class Block:
         U = torch.kron(U_C.contiguous(), U_A.contiguous())
         self.C_k = U @ torch.diag(self.eigenvalues.flatten()) @ U.T
         return self.C_k + o["damping"] * torch.eye(len(U), dtype=U.dtype)
+
+    def decompose(self, goes_on: bool) -> None:
+        (a, U_A), (c, U_C) = torch.linalg.eigh(self.A), torch.linalg.eigh(self.C)
+        U = torch.kron(U_C.contiguous(), U_A.contiguous())
+        self.eigenvalues = (U.T @ self.C_k @ U).diagonal().view(len(c), -1) if goes_on else torch.outer(c, a)
+        self.basis = U_A, U_C
+
+
+def turns(pieces: Sequence[nn.Module], slots: Sequence[Sequence[Slot]]) -> list[int]:
+    """How many steps after the first each layer has its next refresh: at as many times as there are layers or steps,
+    equally far apart, the largest layers first and where there is least to do.
+    """
+    sizes = {
+        i: s[0].parameter.shape
+        for i, (piece, s) in enumerate(zip(pieces, slots, strict=True))
+        if s and _has_factors(split(piece)[0], s)
+    }
+    found = [1] * len(pieces)
+    if not sizes:
+        return found
+    every = slots[next(iter(sizes))][0].options["refresh_every"]
+    load = [0] * min(len(sizes), every)
+    for i in sorted(sizes, key=lambda i: -(sizes[i][0] ** 3 + sizes[i][1:].numel() ** 3)):
+        place = load.index(min(load))
+        load[place] += sizes[i][0] ** 3 + sizes[i][1:].numel() ** 3
+        found[i] = (place + 1) * every // len(load)
+    return found
 
 
 def _has_factors(layer: nn.Module, slots: Sequence[Slot]) -> bool:

@@ -132,6 +132,14 @@ def test_same_numbers(curvature: str, feedback: str, rank: int, network: Callabl
     assert found == pytest.approx(expected)
 
 
+def test_no_step_is_eager_because_of_a_refresh() -> None:
+    pair = Pair(ocn(curvature="kronecker", feedback="nonlinear", refresh_every=6, ekfac=False))
+    pair.train(batches(16))
+    pair.compare()
+    assert pair.reasons[3:] == [None] * 13
+    assert all(own["refreshed_at"] > 6 for own in pair.ours.state.values() if "refreshed_at" in own)
+
+
 @pytest.mark.parametrize("feedback", FEEDBACKS)
 def test_eigenvalues_measured_in_the_basis(feedback: str) -> None:
     pair = Pair(ocn(curvature="kronecker", feedback=feedback, refresh_every=6, damping=1e-1))

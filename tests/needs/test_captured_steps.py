@@ -131,10 +131,22 @@ def test_counters_go_on_over_replays() -> None:
 
 
 @pytest.mark.usefixtures("pretended")
-def test_refreshes_are_eager() -> None:
+def test_refreshes_come_between_replays() -> None:
+    """Of the layer whose turn it is, and of no other."""
     model, opt = make(curvature="kronecker", refresh_every=6)
     step = graphed_step(model, cross_entropy, opt, batches()[0])
-    assert reasons(step, 7)[3:] == [None, None, None, "eigenbases are renewed"]
+    assert reasons(step, 4)[3:] == [None]
+    renewed = []
+    weights = [layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)]
+    for x, y in batches(9):
+        before = [opt.state[w]["refreshed_at"] for w in weights]
+        for w in weights:  # a replay that does nothing counts nothing
+            opt.state[w]["statistics"] += 1
+        step(x, y)
+        assert step.reason is None
+        renewed.append([opt.state[w]["refreshed_at"] != was for w, was in zip(weights, before, strict=True)])
+    assert max(map(sum, renewed)) == 1
+    assert all(any(each) for each in zip(*renewed, strict=True))
 
 
 @pytest.mark.usefixtures("pretended")

@@ -21,6 +21,7 @@ class Block:
     """One layer: what it sees, [B, T, a] with a 1 for the bias, and the adjoint it gets per sample, [B, T, c]."""
 
     layer: nn.Linear | nn.Conv2d
+    turn: int  # steps from the first basis to the second
     A: Tensor | None = None
     C: Tensor | None = None
     squares: Tensor | None = None  # [c, a], in the eigenbasis
@@ -42,15 +43,13 @@ class Block:
         T = self.x.shape[1]
         A = sum(torch.outer(v, v) for v in self.x.flatten(0, 1)) / B
         C = sum(torch.outer(v, v) for v in self.h.flatten(0, 1)) / (B * T)
-        rho = OPTIONS["factor_decay"]
+        rho, age = OPTIONS["factor_decay"], step - 1 - self.turn
+        if age >= 0 and age % OPTIONS["refresh_every"] == 0:  # of what the steps before have left
+            self.decompose(ekfac)
         self.A = A if self.A is None else rho * self.A + (1 - rho) * A
         self.C = C if self.C is None else rho * self.C + (1 - rho) * C
-        if step % OPTIONS["refresh_every"] == 0:
-            self.basis = torch.linalg.eigh(self.A)[1], torch.linalg.eigh(self.C)[1]
-            before, self.dense = self.dense, torch.kron(self.C, self.A)
-            if ekfac and self.squares is not None:  # the averages go on, as the new basis sees them
-                U = torch.kron(*reversed(self.basis))
-                self.squares = (U.T @ before @ U).diagonal().reshape(self.squares.shape)
+        if step == 0:
+            self.decompose(ekfac)
         if ekfac:
             U_A, U_C = self.basis
             gradients = [h.T @ x for x, h in zip(self.x, self.h, strict=True)]
@@ -58,6 +57,13 @@ class Block:
             self.squares = squares if self.squares is None else rho * self.squares + (1 - rho) * squares
             U = torch.kron(U_C, U_A)
             self.dense = U @ torch.diag(self.squares.flatten()) @ U.T
+
+    def decompose(self, ekfac: bool) -> None:
+        self.basis = torch.linalg.eigh(self.A)[1], torch.linalg.eigh(self.C)[1]
+        before, self.dense = self.dense, torch.kron(self.C, self.A)
+        if ekfac and self.squares is not None:  # the averages go on, as the new basis sees them
+            U = torch.kron(*reversed(self.basis))
+            self.squares = (U.T @ before @ U).diagonal().reshape(self.squares.shape)
 
     def precondition(self, direction: list[Tensor]) -> list[Tensor]:
         weight, *bias = direction
@@ -95,7 +101,8 @@ def start() -> tuple[Net, list[tuple[Tensor, Tensor]]]:
 
 def by_hand(ekfac: bool, momentum: float, decay: float) -> list[Tensor]:
     model, data = start()
-    blocks = {layer: Block(layer) for layer in (model.conv, model.tokens, model.head)}
+    # one layer a step, the largest first: 18, 9 and 4 inputs
+    blocks = {layer: Block(layer, turn) for layer, turn in ((model.conv, 1), (model.tokens, 3), (model.head, 2))}
     m: dict[nn.Module, list[Tensor]] = {}
     for step, (x, y) in enumerate(data):
         model.zero_grad()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from ocnopt.bucket import Bucket
+    from ocnopt.players import Player
 
 
 class Metric(ABC):
@@ -54,6 +55,18 @@ class Curvature(ABC):
     def refreshes(self, state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -> bool:
         """Does :meth:`measure` do something at this step that it does now and then only, and wait for the device?"""
         return False
+
+    def overdue(self, state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -> bool:
+        """Is there something to do before the coming step that needs nothing of it? :meth:`measure` begins with it; so
+        that a captured step need not, :meth:`catch_up` does it beforehand.
+        """
+        return False
+
+    def catch_up(self, players: Sequence[Player], states: Sequence[dict[str, Any]], peers: Sequence[Player]) -> int:
+        """Do what is overdue for these players, whose states are those of their first parameters; ``peers``: all that
+        have this curvature. Returns how many decompositions failed.
+        """
+        return 0
 
     def ready(self, state: Mapping[str, Any]) -> bool:
         """Is there something to go on with, should the calls of a layer not be known at this step?"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,10 +27,29 @@ def decompose(matrices: Sequence[Tensor], world: World) -> list[Eigen | None]:
     Each is decomposed by one process, and a failure (``None``) is one for all.
     """
     owners = world.share([float(m.shape[0] * m.shape[-1] ** 3) for m in matrices])
+    mine = [i for i, owner in enumerate(owners) if owner == world.rank]
+    found = dict(zip(mine, _batched([matrices[i] for i in mine]), strict=True))
     results = []
-    for matrix, owner in zip(matrices, owners, strict=True):
-        found = safe_eigh(matrix) if owner == world.rank else None
-        values, vectors = found or (torch.zeros_like(matrix[..., 0]), torch.zeros_like(matrix))
-        results.append((values, vectors, matrix.new_full((), 0.0 if found is None else 1.0)))
+    for i, matrix in enumerate(matrices):
+        values, vectors = found.get(i) or (torch.zeros_like(matrix[..., 0]), torch.zeros_like(matrix))
+        results.append((values, vectors, matrix.new_full((), 0.0 if found.get(i) is None else 1.0)))
     world.sum_([t for result in results for t in result])  # all but one of the processes have zeros
     return [(values, vectors) if bool(there) else None for values, vectors, there in results]
+
+
+def _batched(matrices: Sequence[Tensor]) -> list[Eigen | None]:
+    """Those of one size at once; one by one only if that fails, since one of them may be to blame."""
+    found: list[Eigen | None] = [None] * len(matrices)
+    by_size: dict[tuple[Any, ...], list[int]] = {}
+    for i, matrix in enumerate(matrices):
+        by_size.setdefault((matrix.shape[-1], matrix.dtype, matrix.device), []).append(i)
+    for alike in by_size.values():
+        whole = safe_eigh(torch.cat([matrices[i] for i in alike]))
+        if whole is None:
+            for i in alike if len(alike) > 1 else ():
+                found[i] = safe_eigh(matrices[i])
+            continue
+        parts = [part.split([len(matrices[i]) for i in alike]) for part in whole]
+        for i, values, vectors in zip(alike, *parts, strict=True):
+            found[i] = values, vectors
+    return found

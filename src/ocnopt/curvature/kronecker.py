@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ocnopt.curvature.base import Curvature, Metric
 from ocnopt.curvature.eigen import Eigen, decompose, turned
 from ocnopt.curvature.inputs import Inputs, Sums, inputs_of, squares_over
+from ocnopt.distributed import World, share_out
 from ocnopt.layers.base import Adapter
 from ocnopt.linalg import full_precision
 
@@ -26,9 +27,12 @@ if TYPE_CHECKING:
 
 #: what a layer keeps from step to step
 _STATE = (
-    "input_factor", "output_factor", "statistics", "since_refresh", "refreshed_at",
+    "input_factor", "output_factor", "statistics", "since_refresh", "refreshed_at", "early",
     "input_basis", "output_basis", "eigenvalues",
 )  # fmt: skip
+
+#: ``early`` of a layer that has not had a basis that is to last
+_NOT_YET = -1
 
 
 @dataclass
@@ -84,6 +88,7 @@ class Layer:
     player: Player
     state: dict[str, Any]
     passes: list[Inputs] = field(default_factory=list)  # what this process saw of it
+    samples: Tensor = field(init=False)  # how many all processes saw
     ok: Tensor = field(init=False)  # 1, or 0 if this step tells nothing about it
     weight: Tensor = field(init=False)  # of this step in the averages
 
@@ -113,15 +118,17 @@ class Layer:
         self.state["input_factor"], self.state["output_factor"] = like.new_zeros(g, a, a), like.new_zeros(g, c, c)
         self.state["statistics"] = like.new_zeros(())  # how many are in the factors
         self.state["since_refresh"] = 0
+        self.state["early"] = _NOT_YET
 
     def rehearse(self, bucket: Bucket) -> None:
         """State without any statistics: the first look at the layer finds all of it out of date."""
         self.begin(bucket.ok)
-        self.keep_on(bucket.group)
+        self.keep_on()
         self.state["refreshed_at"] = -self.state["since_refresh"]
 
-    def _every(self, group: Mapping[str, Any]) -> int:
-        return interval(self.state, group, self.player.inside)
+    @property
+    def _every(self) -> int:
+        return interval(self.state, self.player.group, self.player.inside)
 
     def _shape(self) -> torch.Size:
         adapter, module = self.player.adapter, self.player.module
@@ -130,13 +137,14 @@ class Layer:
         shapes = (torch.empty(p.shape, device="meta") for p in self.player.params)
         return adapter.to_matrix(module, dict(zip(self.player.own_names, shapes, strict=True))).shape
 
-    def is_old(self, group: Mapping[str, Any]) -> bool:
+    @property
+    def is_old(self) -> bool:
         """Is it time for another basis?"""
-        return "input_basis" not in self.state or self.state["since_refresh"] >= self._every(group)
+        return "input_basis" not in self.state or self.state["since_refresh"] >= self._every
 
-    def has_learned(self, group: Mapping[str, Any]) -> bool:
+    def has_learned(self) -> bool:
         """How many of the steps since the last refresh have counted? Only the device knows."""
-        every = self._every(group)
+        every = self._every
         age: int = int(self.state["statistics"]) - self.state.get("refreshed_at", -every)
         if "input_basis" not in self.state or age >= every:
             return True
@@ -155,9 +163,21 @@ class Layer:
             else:
                 self.state[key] = value
 
-    def keep_on(self, group: Mapping[str, Any]) -> None:
+    def rest(self, peers: Sequence[Player]) -> None:
+        """There is a new basis. The first that is to last comes early to an end, each layer's at another time: from
+        then on the refreshes of a network are spread over the steps.
+        """
+        state, group, inside = self.state, self.player.group, self.player.inside
+        state["refreshed_at"], state["since_refresh"] = int(state["statistics"]), 0
+        early = state.get("early", 0)
+        state["early"] = min(early, 0)
+        if early == _NOT_YET and not inside and interval(state, group, inside) == group["refresh_every"]:
+            turns = stagger([_cost(peer) for peer in peers], group["refresh_every"], group["factor_every"])
+            state["early"] = group["refresh_every"] - turns[[peer is self.player for peer in peers].index(True)]
+
+    def keep_on(self) -> None:
         """There is no new basis: the old one stays, and the next step tries again."""
-        self.state["since_refresh"] = self._every(group)
+        self.state["since_refresh"] = self._every
         if "input_basis" in self.state:
             return
         # nothing to keep: the diagonals of the factors, in coordinates as they are
@@ -174,6 +194,11 @@ class Kronecker(Curvature):
     def measure(self, bucket: Bucket, a: Tensor | None) -> KroneckerMetric:
         layers = [Layer(player, bucket.state_of(i)) for i, player in enumerate(bucket.players)]
         with full_precision():
+            old = [layer for layer in layers if self.overdue(layer.state, bucket.group, layer.player.inside)]
+            if old and bool(
+                bucket.ok
+            ):  # the first look at the device since the last refresh; a bad step leaves no trace
+                bucket.failed_refreshes += self._refresh(old, bucket.peers, bucket.world)
             looking = [layer for layer in layers if self._looks(bucket, layer)]
             for layer in layers:
                 if layer not in looking and not self.ready(layer.state):  # a rehearsal
@@ -181,8 +206,7 @@ class Kronecker(Curvature):
                 elif layer not in looking:  # the step counts all the same
                     layer.state["statistics"] += bucket.ok
                     layer.state["since_refresh"] += 1
-            for portion in bucket.world.portions(looking):
-                self._learn(bucket, portion, a)
+            self._learn(bucket, looking, a)
             return KroneckerMetric([layer.block(bucket.group["damping"]) for layer in layers])
 
     def _looks(self, bucket: Bucket, layer: Layer) -> bool:
@@ -191,62 +215,83 @@ class Kronecker(Curvature):
     def due(self, state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -> bool:
         if self.refreshes(state, group, inside):
             return True
+        if self.overdue(state, group, inside):  # then the step begins with a refresh
+            return not inside and group["factor_every"] == 1
         steps: int = state["since_refresh"] + 1
-        return not inside and steps % group["factor_every"] == 0
+        return steps >= interval(state, group, inside) or (not inside and steps % group["factor_every"] == 0)
 
     def refreshes(self, state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -> bool:
-        return not self.ready(state) or state["since_refresh"] + 1 >= interval(state, group, inside)
+        last = not self.ready(state) or state["since_refresh"] + 1 >= interval(state, group, inside)
+        return last and _at_once(state, group, inside)
+
+    def overdue(self, state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -> bool:
+        if not self.ready(state) or _at_once(state, group, inside):
+            return False
+        return bool(state["since_refresh"] >= interval(state, group, inside))
+
+    def catch_up(self, players: Sequence[Player], states: Sequence[dict[str, Any]], peers: Sequence[Player]) -> int:
+        with full_precision():
+            layers = [Layer(player, state) for player, state in zip(players, states, strict=True)]
+            return self._refresh(layers, peers, World())
 
     def ready(self, state: Mapping[str, Any]) -> bool:
         return "input_basis" in state
 
     def _learn(self, bucket: Bucket, layers: Sequence[Layer], a: Tensor | None) -> None:
+        for portion in bucket.world.portions(layers):
+            self._average_factors(bucket, portion, a)
+        for layer in layers:
+            layer.state["since_refresh"] += 1
+        new = [layer for layer in layers if layer.is_old and _at_once(layer.state, bucket.group, layer.player.inside)]
+        fine = [layer for layer in new if bool(layer.ok)]
+        for layer in new:
+            if layer not in fine:
+                layer.keep_on()
+        bucket.failed_refreshes += self._refresh(fine, bucket.peers, bucket.world)
+        for portion in bucket.world.portions(layers) if bucket.group["ekfac"] else ():
+            moments = [squares_over(layer.passes, layer.state["eigenvalues"], *layer.bases) for layer in portion]
+            bucket.world.sum_(moments)
+            for layer, moment in zip(portion, moments, strict=True):
+                layer.average(layer.state["eigenvalues"], layer.samples * moment)  # h̃² / B
+
+    @staticmethod
+    def _average_factors(bucket: Bucket, layers: Sequence[Layer], a: Tensor | None) -> None:
         for layer in layers:
             layer.begin(bucket.ok)
             layer.passes = inputs_of(bucket, layer.player, a)
         sums = [Sums.over(layer.passes, *layer.factors) for layer in layers]
         bucket.world.sum_([t for each in sums for t in each])
         for layer, each in zip(layers, sums, strict=True):
+            layer.samples = each.samples
             layer.ok = bucket.ok * (each.samples > 0)  # a bad or empty batch changes nothing
             started = layer.state["statistics"] > 0
             layer.weight = (1 - bucket.group["factor_decay"] * started.to(layer.ok)) * layer.ok
             for factor, value in zip(layer.factors, each.factors(), strict=True):
                 layer.average(factor, value)
             layer.state["statistics"] += layer.ok
-        self._refresh(bucket, layers)
-        if bucket.group["ekfac"]:
-            moments = [squares_over(layer.passes, layer.state["eigenvalues"], *layer.bases) for layer in layers]
-            bucket.world.sum_(moments)
-            for layer, each, moment in zip(layers, sums, moments, strict=True):
-                layer.average(layer.state["eigenvalues"], each.samples * moment)  # h̃² / B
 
-    def _refresh(self, bucket: Bucket, layers: Sequence[Layer]) -> None:
-        """Renew the eigenbases every ``refresh_every`` steps; a decomposition that fails leaves the old one."""
-        group = bucket.group
-        for layer in layers:
-            layer.state["since_refresh"] += 1
-        old = [layer for layer in layers if layer.is_old(group)]
-        fine = [layer for layer in old if bool(layer.ok)]  # the first look at the device since the last refresh
-        due = [layer for layer in fine if layer.has_learned(group)]
-        found = decompose([factor for layer in due for factor in layer.factors], bucket.world)
-        for layer, A, C in zip(due, found[::2], found[1::2], strict=True):
+    def _refresh(self, layers: Sequence[Layer], peers: Sequence[Player], world: World) -> int:
+        """Renew the eigenbases of layers that are old. A decomposition that fails leaves the old one; returns how many
+        did.
+        """
+        old, failed = [layer for layer in layers if layer.has_learned()], 0
+        found = decompose([factor for layer in old for factor in layer.factors], world)
+        for layer, A, C in zip(old, found[::2], found[1::2], strict=True):
             if A is not None and C is not None:
-                eigenvalues = self._in_new_basis(bucket, layer.state, A, C)
+                eigenvalues = self._in_new_basis(layer.player.group, layer.state, A, C)
                 layer.renew(eigenvalues=eigenvalues, input_basis=A[1], output_basis=C[1])
-                layer.state["refreshed_at"], layer.state["since_refresh"] = int(layer.state["statistics"]), 0
+                layer.rest(peers)
             else:
-                bucket.failed_refreshes += 1
-                layer.keep_on(group)
-        for layer in old:
-            if layer not in fine:
-                layer.keep_on(group)
+                failed += 1
+                layer.keep_on()
+        return failed
 
     @staticmethod
-    def _in_new_basis(bucket: Bucket, state: dict[str, Any], A: Eigen, C: Eigen) -> Tensor:
+    def _in_new_basis(group: Mapping[str, Any], state: dict[str, Any], A: Eigen, C: Eigen) -> Tensor:
         """Σ_A ⊗ Σ_C. The averages of EKFAC go on instead: the diagonal of U S U^T, seen from the new basis. (One
         mini-batch would be a poor start: directions it does not see would have no curvature until the next.)
         """
-        if not bucket.group["ekfac"] or "input_basis" not in state:
+        if not group["ekfac"] or "input_basis" not in state:
             return C[0][:, :, None] * A[0][:, None, :]
         return turned(state["eigenvalues"], (state["input_basis"], state["output_basis"]), (A[1], C[1]))
 
@@ -256,8 +301,36 @@ def interval(state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -
     1, 2, 3, 4, 6, 9, …: what the first mini-batch says of an untrained layer is soon out of date.
     """
     every: int = group["refresh_every"]
-    rare = inside or group["factor_every"] > 1
-    return min(every, max(1, state.get("refreshed_at", 0) // 2)) if rare else every
+    if inside or group["factor_every"] > 1:
+        every = min(every, max(1, state.get("refreshed_at", 0) // 2))
+    early: int = state.get("early", 0)
+    return max(1, every - max(0, early))
+
+
+def _at_once(state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -> bool:
+    """Does a refresh wait for what its step sees? The first one must, inside a solve looks are there for nothing else,
+    and at every step no basis may be old. All others take what the steps before have left, so that a step as such is
+    always the same, and one in a CUDA graph too.
+    """
+    return inside or group["refresh_every"] == 1 or state.get("refreshed_at", 0) <= 0
+
+
+def stagger(costs: Sequence[float], every: int, unit: int) -> list[int]:
+    """After how many steps, 1 to ``every``, in multiples of ``unit``, each piece of work is done: at evenly spaced
+    times, as much at each as can be.
+    """
+    slots = every // unit
+    times = min(slots, len(costs))
+    if times < 2:
+        return [every] * len(costs)
+    return [(turn + 1) * slots // times * unit for turn in share_out(costs, times)]
+
+
+def _cost(player: Player) -> float:
+    """Of decomposing both factors: n³, of the weight as a matrix."""
+    weight = player.params[0]
+    c = weight.shape[0]
+    return float(c**3 + (weight.numel() // max(1, c)) ** 3)
 
 
 def _eye(factor: Tensor) -> Tensor:
