@@ -109,7 +109,7 @@ KRONECKER: dict[str, Scalar] = {
 QUICK_GRIDS: dict[str, dict[str, Any]] = {
     "adam": {"lr": [3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1]},
     "sgdm": {"lr": [1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0]},
-    "ocnopt": {**KRONECKER, "lr": [1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1]},
+    "ocnopt": {**KRONECKER, "feedback": "linear", "lr": [1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1]},
 }
 
 
@@ -210,7 +210,7 @@ def describe(columns: Sequence[Column], bench: Bench, seeds: Sequence[int]) -> l
     sentences = [
         f"Scale: {bench.scale}. Solver {bench.solver}.{where} Seeds {', '.join(map(str, seeds))}; settings are "
         "chosen with the first of them, on held-out samples. OCNOpt has Kronecker curvature along the ODE "
-        "and no feedback."
+        "and linear feedback."
     ]
     for column in columns:
         recipe = recipe_of(column, bench)
