@@ -195,9 +195,8 @@ class Kronecker(Curvature):
         layers = [Layer(player, bucket.state_of(i)) for i, player in enumerate(bucket.players)]
         with full_precision():
             old = [layer for layer in layers if self.overdue(layer.state, bucket.group, layer.player.inside)]
-            if old and bool(
-                bucket.ok
-            ):  # the first look at the device since the last refresh; a bad step leaves no trace
+            # the first look at the device since the last refresh; a bad step leaves no trace
+            if old and bool(bucket.ok):
                 bucket.failed_refreshes += self._refresh(old, bucket.peers, bucket.world)
             looking = [layer for layer in layers if self._looks(bucket, layer)]
             for layer in layers:
