@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ocnopt.backwards import Backwards, add, sinks_of
 from ocnopt.chain import Ends, is_chain
 from ocnopt.distributed import World
-from ocnopt.environment import Autocast, Environment
+from ocnopt.environment import Autocast, Environment, autocast_dtype, is_transforming
 from ocnopt.games.flow import Flow, innermost
 from ocnopt.games.following import Follower
 from ocnopt.hooks import Hook, Hooks, Others
 from ocnopt.hosts import Host
-from ocnopt.records import Folded, Need, Pass, Record, Rollout, Sinks, detached, floating, versions_of
+from ocnopt.records import Folded, Need, Pass, Record, Rollout, detached, floating, versions_of
 from ocnopt.rng import AllRNG, RNGState
 from ocnopt.scaling import Scaling
-from ocnopt.shards import is_sharded
 from ocnopt.trees import mapped, tensors
 
 
@@ -41,6 +41,8 @@ class Tape:
         self.order: list[str] = []  # of the last pass that was trained on; until one was, of the last pass
         self.flow: Flow | None = None  # likewise
         self._trained = False  # is it one that was trained on?
+        self.borrowed = False  # did gradients come from a pass with weights of somebody else's?
+        self._borrows = False  # is such a pass under way?
         self._follower = Follower()
         self.rollout: Rollout | None = None
         self.randomised: set[str] = set()  # modules that draw random numbers which their adapter must draw again
@@ -54,12 +56,12 @@ class Tape:
         self._chain = False  # was the last pass one?
         self._left_alone: set[str] = set()  # modules whose outputs nobody overwrites in place
         self._others = Others(model)
-        self._task = -1  # the backward pass that the last adjoint came with
         self._handles = [
             model.register_forward_pre_hook(Hook(self._begin), with_kwargs=True, prepend=True),
             model.register_forward_hook(Hook(self._end), always_call=True),  # also when the model raises
         ]
         self._scaling = Scaling(model, lambda: self.need().calls or self.need().states)
+        self._backwards = Backwards(model, self._scaling.gone, self.clear, self._drop)
         self._places: list[tuple[nn.Module, RemovableHandle, RemovableHandle]] = []
         for name, module in modules.items():
             before = module.register_forward_pre_hook(Hook(self._before(name)), with_kwargs=True)
@@ -89,8 +91,9 @@ class Tape:
 
     def clear(self) -> None:
         """Forget what arrived. The graph may still be alive: a second backward pass through it starts from nothing."""
-        self.folded, self._trained = None, False
+        self.folded, self._trained, self.borrowed = None, False, False
         self.forget()
+        self._backwards.rest()
         self._scaling.clear()
         self._follower.clear()
         self._others.rest()
@@ -103,6 +106,11 @@ class Tape:
             if record.origin.flow is not None:
                 record.origin.flow.held.discard(record.origin)
         self.records.clear()
+
+    def _drop(self) -> None:
+        """What was heard was not about training."""
+        self.borrowed = False
+        self.forget()
 
     def rescale(self, world: World) -> None:
         """Let the adjoints follow what was done to the gradients since the backward pass, by a scaler or anybody."""
@@ -120,22 +128,28 @@ class Tape:
     # --- the model ---
 
     def _needed(self) -> Need:
-        """Nothing without gradients, in a second forward pass, or inside a backward pass: there a forward pass is
-        activation checkpointing, run again, and the first one has been recorded.
+        """Nothing without gradients, in a second forward pass, with weights of others, or inside a backward pass: there
+        a forward pass is activation checkpointing, run again, and the first one has been recorded.
         """
         idle = self.rollout is not None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
-        if idle or _transforming():
+        if idle or self._borrows or is_transforming():
             return Need()
         return self.need() if self._current is None else self._asked
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._current, self._open, self._counts, self._graph = None, [], {}, []
+        self._borrows = False
         need = self._needed()
         if not need:
             return
         self._asked, parameters = need, list(model.parameters())
+        self._borrows = any(type(p) is Tensor for p in parameters)  # what functional_call lends is no parameter
+        if self._borrows:
+            return
         if all(p.grad is None for p in parameters):
             self.clear()  # the gradients of earlier passes are gone, so their records are of no use
+        elif self._backwards.only_looked():
+            self._drop()
         elif self.records:
             self.before_pass()
         self._scaling.watch(parameters)
@@ -156,7 +170,10 @@ class Tape:
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         flow = self._follower.end(output, self._current)
         this, self._current, self._open = self._current, None, []
+        borrows, self._borrows = self._borrows, False
         idle = self._others.rest()
+        if borrows and output is not None:
+            self._when_trained_on(floating(output), self._borrow)
         if this is None:
             return None
         this.idle = idle
@@ -170,7 +187,8 @@ class Tape:
             self.order, self.flow = this.order, flow
         outputs, need = floating(output), self.need()
         if need.flow and not need.states:
-            self._await_backward(this, outputs)
+            seen = Pass(None, order=this.order, flow=flow)  # without what it saw
+            self._when_trained_on(outputs, lambda: self._settle(seen))
         if not need.states:
             return None
         nodes = [t.grad_fn for t in outputs if t.grad_fn is not None]
@@ -192,23 +210,20 @@ class Tape:
 
     def _terminal(self, this: Pass, i: int) -> Callable[[Tensor], None]:
         """The hook of output i of the model."""
-        add = _adder(this.D, i, this.sinks)
 
         def hook(D: Tensor) -> None:
-            if trains(this.sinks):
-                self._notice_backward()
+            if self._backwards.counts(this.sinks):
                 self._settle(this)
-                add(D)
+                add(this.D, i, D)
 
         return hook
 
-    def _await_backward(self, this: Pass, outputs: list[Tensor]) -> None:
-        """Who acts when is all that is asked of the pass, if it is this one that is trained on."""
-        this = Pass(None, order=this.order, flow=this.flow)  # without what it saw
+    def _when_trained_on(self, outputs: list[Tensor], then: Callable[[], None]) -> None:
+        """For passes of which nothing else is asked."""
 
         def hook(_: Tensor) -> None:
-            if trains(sinks_of(self.model)):
-                self._settle(this)
+            if self._backwards.counts(sinks_of(self.model)):
+                then()
 
         for t in outputs:
             if t.grad_fn is not None:
@@ -218,14 +233,8 @@ class Tape:
         """This pass is trained on. Others, before or after it, have no say in who acts when."""
         self.order, self.flow, self._trained = this.order, this.flow, True
 
-    def _notice_backward(self) -> None:
-        """What was there before a backward pass that starts from gradients of nothing (``model.zero_grad()``) is of no
-        use.
-        """
-        task = torch._C._current_graph_task_id()
-        if task != self._task and self._scaling.gone():
-            self.clear()
-        self._task = task
+    def _borrow(self) -> None:
+        self.borrowed = True
 
     def _keep_places(self) -> None:
         for module, before, after in self._places:
@@ -263,7 +272,7 @@ class Tape:
             own = sinks_of(module)
             this.sinks += own
             record.sinks = own or this.sinks  # a frozen layer goes by the others
-            record.autocast = _autocast_dtype(module)
+            record.autocast = autocast_dtype(module)
             if name in self.randomised:
                 record.rng = RNGState.capture(devices_of(module))
             self._open.append(record)
@@ -274,10 +283,34 @@ class Tape:
     def _watch_inputs(self, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pass on aliases of the inputs: a hook on an alias sees the gradient through this edge alone."""
         nodes: list[Any] = []
-        args = _pass_on(record, nodes, args)
-        kwargs = {name: _pass_on(record, nodes, value) for name, value in kwargs.items()}
+        args = self._pass_on(record, nodes, args)
+        kwargs = {name: self._pass_on(record, nodes, value) for name, value in kwargs.items()}
         self._graph.append((nodes, []))
         return args, kwargs
+
+    def _pass_on(self, record: Record, nodes: list[Any], value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._watched(record, nodes, value, alias=True)
+        if type(value) is tuple:
+            return tuple(self._pass_on(record, nodes, v) for v in value)
+        for t in tensors(value):  # whoever gave us a list or dict may want it back with what the module adds to it
+            self._watched(record, nodes, t, alias=False)
+        return value
+
+    def _watched(self, record: Record, nodes: list[Any], t: Tensor, alias: bool) -> Tensor:
+        if not t.is_floating_point():
+            return t
+        i = len(record.inputs)
+        record.inputs.append(t.detach())
+        if not t.requires_grad:
+            return t
+        nodes.append(t.grad_fn)
+        if not alias:
+            record.opaque = True
+            return t
+        t = t.view_as(t)
+        t.register_hook(self._backwards.adder(record.d, i, record.sinks))
+        return t
 
     def _after(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -310,17 +343,15 @@ class Tape:
 
     def _arrival(self, record: Record, i: int, keep: list[Callable[[], None]]) -> Callable[[Tensor], None]:
         """The hook of output i."""
-        add = _adder(record.h, i, record.sinks)
 
         def hook(h: Tensor) -> None:
-            if not trains(record.sinks):
+            if not self._backwards.counts(record.sinks):
                 return
-            self._notice_backward()
             if not record.h:
                 self.records.append(record)
                 for each in keep:
                     each()
-            add(h)
+            add(record.h, i, h)
 
         return hook
 
@@ -364,67 +395,6 @@ class Tape:
         return self._chains[key]
 
 
-def _pass_on(record: Record, nodes: list[Any], value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return _watched(record, nodes, value, alias=True)
-    if type(value) is tuple:
-        return tuple(_pass_on(record, nodes, v) for v in value)
-    for t in tensors(value):  # whoever gave us a list or dict may want it back with what the module adds to it
-        _watched(record, nodes, t, alias=False)
-    return value
-
-
-def _watched(record: Record, nodes: list[Any], t: Tensor, alias: bool) -> Tensor:
-    if not t.is_floating_point():
-        return t
-    i = len(record.inputs)
-    record.inputs.append(t.detach())
-    if not t.requires_grad:
-        return t
-    nodes.append(t.grad_fn)
-    if not alias:
-        record.opaque = True
-        return t
-    t = t.view_as(t)
-    t.register_hook(_adder(record.d, i, record.sinks))
-    return t
-
-
-def _transforming() -> bool:
-    """Does ``torch.func``, a tracer or an exporter run the model? What they do with it is no training."""
-    functorch = torch._C._functorch.peek_interpreter_stack() is not None
-    return functorch or torch._C._is_tracing() or torch.compiler.is_exporting()
-
-
-def sinks_of(module: nn.Module) -> Sinks:
-    """Not of parameters that are sharded: whole ones stand in for them while the module runs."""
-    leaves = [p for p in module.parameters() if p.requires_grad and p.is_leaf and not is_sharded(p)]
-    with torch.enable_grad():  # a backward pass has none
-        return [p.view_as(p).grad_fn.next_functions[0][0] for p in leaves]  # type: ignore[union-attr]
-
-
-def trains(sinks: Sinks) -> bool:
-    """Does the backward pass under way add to ``p.grad``? ``torch.autograd.grad`` of an input (saliency, a gradient
-    penalty) goes through the same graph, and its adjoints are not those of the training loss.
-    """
-    try:
-        return not sinks or any(map(torch._C._will_engine_execute_node, sinks))
-    except RuntimeError:  # asked for the gradient of these very parameters
-        return True
-
-
-def _adder(store: dict[int, Tensor], i: int, sinks: Sinks) -> Callable[[Tensor], None]:
-    """A tensor hook that keeps the gradient, or adds it when a second backward pass comes through."""
-
-    def hook(g: Tensor) -> None:
-        if not trains(sinks):
-            return
-        g = g.detach()
-        store[i] = store[i] + g if i in store else g
-
-    return hook
-
-
 def devices_of(module: nn.Module) -> set[torch.device]:
     return {p.device for p in module.parameters()}
 
@@ -435,8 +405,3 @@ def _batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
         if t.dim():
             return int(t.shape[0])
     return None
-
-
-def _autocast_dtype(module: nn.Module) -> torch.dtype | None:
-    device = next((p.device.type for p in module.parameters()), "cpu")
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

@@ -109,3 +109,14 @@ def _modes(model: nn.Module) -> list[tuple[nn.Module, bool]]:
 def _set_modes(modes: list[tuple[nn.Module, bool]]) -> None:
     for module, training in modes:
         module.training = training
+
+
+def autocast_dtype(module: nn.Module) -> torch.dtype | None:
+    device = next((p.device.type for p in module.parameters()), "cpu")
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def is_transforming() -> bool:
+    """Does ``torch.func``, a tracer or an exporter run the model? What they do with it is no training."""
+    functorch = torch._C._functorch.peek_interpreter_stack() is not None
+    return functorch or torch._C._is_tracing() or torch.compiler.is_exporting()

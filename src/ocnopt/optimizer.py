@@ -314,6 +314,11 @@ class OCNOpt(Optimizer):
                     )
         arguments.check_agreement(self.param_groups)
         self._check_processes()
+        if self._tape is not None and self._tape.borrowed and (self._need().calls or self._need().states):
+            raise RuntimeError(
+                f"{self._why_model()} needs passes of the attached model with its own weights, but gradients came "
+                f"through functional_call with others: use rank=1, feedback='linear' and adaptive curvature"
+            )
         if self._need() and self._tape is None:
             why = self._why_model() or "bellman='paper' with a model"
             if self._model is not None:  # the groups were changed since the last forward pass

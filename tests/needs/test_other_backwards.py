@@ -58,6 +58,27 @@ def penalty(model: nn.Module, x: Tensor, output: Tensor, loss: Tensor, weight: f
     return weight * g.square().sum()
 
 
+def look(model: nn.Module, x: Tensor, output: Tensor, loss: Tensor) -> float:
+    """The norm of the gradient, say, of a multiple of the loss."""
+    torch.autograd.grad(30 * loss, trained(model), retain_graph=True)
+    return 0.0
+
+
+def look_elsewhere(model: nn.Module, x: Tensor, output: Tensor, loss: Tensor) -> float:
+    """At another batch, as influence functions do."""
+    torch.autograd.grad(model(x[:4] + 1.0).square().sum(), trained(model))
+    return 0.0
+
+
+def penalty_on_parameters(model: nn.Module, x: Tensor, output: Tensor, loss: Tensor, weight: float = 0.0) -> Tensor:
+    found = torch.autograd.grad(loss, trained(model), create_graph=True)
+    return weight * sum(g.square().sum() for g in found)
+
+
+def trained(model: nn.Module) -> list[Tensor]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
 def own_pass(model: nn.Module, x: Tensor, output: Tensor, loss: Tensor) -> float:
     """Between forward and backward of the step, with a graph of its own."""
     torch.autograd.grad(model(x + 1.0).square().sum(), x)
@@ -81,8 +102,8 @@ def step_with(build: Callable[[], nn.Module], other: Other | None, game: dict[st
 
 @games
 @pytest.mark.parametrize("build", [mlp, Skip])
-@pytest.mark.parametrize("other", [saliency, attack, penalty, own_pass])
-def test_gradients_of_the_input_are_not_the_loss(
+@pytest.mark.parametrize("other", [saliency, attack, penalty, own_pass, look, look_elsewhere, penalty_on_parameters])
+def test_gradients_that_are_asked_for_are_not_those_of_the_loss(
     other: Other, build: Callable[[], nn.Module], game: dict[str, Any]
 ) -> None:
     ours, theirs = step_with(build, other, game), step_with(build, None, game)
@@ -90,10 +111,74 @@ def test_gradients_of_the_input_are_not_the_loss(
 
 
 @games
-def test_a_penalty_that_counts_is_in_the_step(game: dict[str, Any]) -> None:
+@pytest.mark.parametrize("penalty", [penalty, penalty_on_parameters])
+def test_a_penalty_that_counts_is_in_the_step(game: dict[str, Any], penalty: Any) -> None:
     found, _ = step_with(mlp, partial(penalty, weight=1e3), game)
     assert all(t.isfinite().all() for t in found)
     assert differ(found, step_with(mlp, None, game)[0])
+
+
+@games
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("when", ["before", "between", "after"])
+def test_a_look_at_any_moment(game: dict[str, Any], accumulate: int, when: str) -> None:
+    """Of steps that are made of two passes, with a graph of its own."""
+    runs = []
+    for looks in (True, False):
+        model = mlp()
+        opt = OCNOpt(model.parameters(), 0.5, model=model, accumulate=accumulate, **game)
+        for x, y in batches(2, size=8):
+            opt.zero_grad(set_to_none=False)
+            for i in range(2):
+                if looks and when == ("before", "between")[i]:
+                    torch.autograd.grad(model(x).square().sum(), trained(model))
+                cross_entropy(model(x[4 * i : 4 * i + 4]), y[4 * i : 4 * i + 4]).backward()
+            if looks and when == "after":
+                torch.autograd.grad(model(x).square().sum(), trained(model))
+            opt.step()
+        runs.append((values(model), state_of(opt)))
+    assert_identical(*runs)
+
+
+@games
+@pytest.mark.parametrize("passes", [1, 2])
+def test_gradients_that_are_put_into_place_by_hand_train(game: dict[str, Any], passes: int) -> None:
+    runs = []
+    for by_hand in (True, False):
+        model = mlp()
+        opt = OCNOpt(model.parameters(), 0.5, model=model, **game)
+        for x, y in batches(2):
+            opt.zero_grad()
+            for rows in torch.arange(6).chunk(passes):
+                loss = cross_entropy(model(x[rows]), y[rows])
+                if not by_hand:
+                    loss.backward()
+                    continue
+                for p, g in zip(model.parameters(), torch.autograd.grad(loss, trained(model)), strict=True):
+                    p.grad = g if p.grad is None else p.grad + g
+            opt.step()
+        runs.append((values(model), state_of(opt)))
+    torch.testing.assert_close(*runs, rtol=1e-10, atol=1e-12)
+
+
+@games
+def test_by_hand_and_by_backward_in_one_step(game: dict[str, Any]) -> None:
+    """What somebody has put into p.grad before a backward pass adds to it was no look."""
+    runs = []
+    for by_hand in (True, False):
+        model = mlp()
+        opt = OCNOpt(model.parameters(), 0.5, model=model, **game)
+        (x, y), (x_2, y_2) = batches(2)
+        loss = cross_entropy(model(x), y)
+        if by_hand:
+            for p, g in zip(model.parameters(), torch.autograd.grad(loss, trained(model)), strict=True):
+                p.grad = g
+        else:
+            loss.backward()
+        cross_entropy(model(x_2), y_2).backward()
+        opt.step()
+        runs.append((values(model), state_of(opt)))
+    torch.testing.assert_close(*runs, rtol=1e-10, atol=1e-12)
 
 
 @games

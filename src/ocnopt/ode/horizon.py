@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ocnopt.capture import sinks_of, trains
+from ocnopt.backwards import Purpose, purpose, sinks_of
 from ocnopt.distributed import World, check_known
 from ocnopt.ode.field import State, as_tuple
 from ocnopt.scaling import Scaling
@@ -139,7 +139,7 @@ class LearnedHorizon(nn.Module):
         sinks = sinks_of(field)
 
         def add(q: Tensor) -> None:
-            if not trains(sinks):
+            if purpose(sinks) is Purpose.OTHER:
                 return
             self._begin(field)
             final = q.detach()[-1] if all_times else q.detach()

@@ -1,0 +1,104 @@
+"""What a backward pass through the model is for: the adjoints of the training loss are wanted, others are not.
+
+``torch.autograd.grad`` of an input (saliency, a gradient penalty) goes through the same graph, and says nothing about
+training. ``torch.autograd.grad`` of parameters may be a look at them, the inner loop of a meta-learner, or training by
+hand, ``p.grad = g``: what it says is heard, and counts unless a ``backward()`` of the same step says more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from ocnopt.records import Sinks
+from ocnopt.shards import is_sharded
+
+
+class Purpose(Enum):
+    OTHER = "gradients of something else"
+    ASKED = "gradients of parameters are handed to whoever asked"
+    ADDED = "gradients of parameters are added to p.grad"
+
+
+def sinks_of(module: nn.Module) -> Sinks:
+    """Not of parameters that are sharded: whole ones stand in for them while the module runs."""
+    leaves = [p for p in module.parameters() if p.requires_grad and p.is_leaf and not is_sharded(p)]
+    with torch.enable_grad():  # a backward pass has none
+        return [p.view_as(p).grad_fn.next_functions[0][0] for p in leaves]  # type: ignore[union-attr]
+
+
+def purpose(sinks: Sinks) -> Purpose:
+    """Of the backward pass under way, as far as these parameters can tell."""
+    try:
+        reached = not sinks or any(map(torch._C._will_engine_execute_node, sinks))
+    except RuntimeError:  # torch's answer for a leaf whose gradient autograd.grad was asked for
+        return Purpose.ASKED
+    return Purpose.ADDED if reached else Purpose.OTHER
+
+
+class Backwards:
+    """Tells hooks on the graph whether what arrives at them counts.
+
+    Args:
+        model: whose parameters are trained.
+        gone: have the gradients of earlier passes been given up?
+        clear: called when they have.
+        drop: called when what was heard so far was a look.
+    """
+
+    def __init__(
+        self, model: nn.Module, gone: Callable[[], bool], clear: Callable[[], None], drop: Callable[[], None]
+    ) -> None:
+        self.model, self._gone, self._clear, self._drop = model, gone, clear, drop
+        self._task = -1  # the backward pass that the last adjoint came with
+        self._heard = False  # does it count?
+        self._asked = self._added = False  # was there one of this kind since :meth:`rest`?
+
+    def rest(self) -> None:
+        """A step is over, or its gradients are gone."""
+        self._asked = self._added = False
+
+    def counts(self, sinks: Sinks) -> bool:
+        found = purpose(sinks)
+        if found is Purpose.OTHER:
+            return False
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            self._begin(found)
+        return self._heard
+
+    def only_looked(self) -> bool:
+        """Has nothing been done so far but to ask for gradients, which nobody has put into ``p.grad``?"""
+        if self._added or not self._asked:
+            return False
+        grads = (p.grad for p in self.model.parameters())
+        return not any(bool(grad.any()) for grad in grads if grad is not None)
+
+    def _begin(self, found: Purpose) -> None:
+        if self._gone():
+            self._clear()
+        if found is Purpose.ADDED:
+            if self.only_looked():
+                self._drop()
+            self._added = True
+        self._heard = found is Purpose.ADDED or not self._added
+        self._asked = self._asked or (self._heard and found is Purpose.ASKED)
+
+    def adder(self, store: dict[int, Tensor], i: int, sinks: Sinks) -> Callable[[Tensor], None]:
+        """A tensor hook that adds what counts."""
+
+        def hook(g: Tensor) -> None:
+            if self.counts(sinks):
+                add(store, i, g)
+
+        return hook
+
+
+def add(store: dict[int, Tensor], i: int, g: Tensor) -> None:
+    """Keep the gradient, or add it when a second backward pass comes through."""
+    g = g.detach()
+    store[i] = store[i] + g if i in store else g
