@@ -71,7 +71,7 @@ def test_and_without_it_where_the_first_was_without(game: dict[str, Any]) -> Non
 @pytest.mark.parametrize("rank", [1, 3])
 def test_what_changes_upstream_is_not_measured_in_half_precision(rank: int) -> None:
     """The second pass is under autocast, the sums over its changes are not."""
-    measure = Measure(Part(Groups(6, rank), 0, rank), torch.ones(rank))
+    measure = Measure(Part(Groups(6, rank), 0, rank), torch.ones(rank), sign=1.0)
     adjoint, before, now = torch.randn(3, 6, 40, generator=torch.Generator().manual_seed(0))
     with autocast():
         found = measure(adjoint, before, now)
