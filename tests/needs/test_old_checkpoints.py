@@ -15,6 +15,9 @@ from ocnopt import OCNOpt
 
 #: checkpoints that versions of the past wrote, by :func:`tests.needs.checkpoints.write.main`
 WRITTEN = sorted((Path(__file__).parent / "checkpoints").glob("*.pt"))
+#: after how many steps this version goes another way than the old one, on purpose: eigenbases that are due at the first of
+#: these steps now serve from the second on
+SAME = {("0.1.0", "kronecker"): 2}
 OPTIONS = [o for o in OCNOpt(mlp().parameters()).defaults if o != "lr"]  # no optimizer was ever without a rate
 
 
@@ -74,7 +77,11 @@ def test_what_a_version_of_the_past_wrote_goes_on(file: Path, name: str) -> None
     for p, theirs in zip(opt.param_groups[0]["params"], before["state"]["state"].values(), strict=True):
         assert opt.state[p].keys() == theirs.keys()
     losses = go_on(model, opt)
-    assert losses == pytest.approx(before["losses"], rel=1e-6)
+    same = SAME.get((file.stem, GAMES_OF[name].get("curvature")), len(losses))
+    assert losses[:same] == pytest.approx(before["losses"][:same], rel=1e-6)
+    if same < len(losses):
+        assert losses == pytest.approx(before["losses"], rel=0.05)
+        return
     torch.testing.assert_close(model.state_dict(), before["end"], rtol=1e-5, atol=1e-8)
 
 
