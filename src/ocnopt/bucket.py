@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ocnopt.curvature import Curvature, Metric
+from ocnopt.curvature.tally import Tally
 from ocnopt.distributed import World
 from ocnopt.gradients import GroupGradients
 from ocnopt.groups import Part
@@ -39,6 +40,7 @@ class Bucket:
     seats: list[int]  # of each player
     gradients: GroupGradients
     calls: Mapping[int, list[tuple[Part, list[Call]]]]  # id(player) → forward passes → calls of its module
+    tallies: Mapping[int, list[Tally]]  # id(player) → forward passes whose calls have been added up
     seen: Set[int]  # ids of the players of which any process has calls
     moment: Moment  # when it is
     ok: Tensor  # 1, or 0 if this step must leave no trace

@@ -22,9 +22,11 @@ from ocnopt.games.flow import Flow, innermost
 from ocnopt.games.following import Follower
 from ocnopt.hooks import Hook, Hooks, Others
 from ocnopt.hosts import Host
+from ocnopt.layers import Adapter
 from ocnopt.records import Folded, Need, Pass, Record, Rollout, detached, floating, versions_of
 from ocnopt.rng import AllRNG, RNGState
 from ocnopt.scaling import Scaling
+from ocnopt.tallies import add_up, graph_is_kept
 from ocnopt.trees import mapped, tensors
 
 
@@ -43,6 +45,7 @@ class Tape:
         self._trained = False  # is it one that was trained on?
         self.borrowed = False  # did gradients come from a pass with weights of somebody else's?
         self._borrows = False  # is such a pass under way?
+        self.summed: Callable[[], Mapping[str, Adapter]] = dict  # see ``Pass.summed``
         self._follower = Follower()
         self.rollout: Rollout | None = None
         self.randomised: set[str] = set()  # modules that draw random numbers which their adapter must draw again
@@ -101,8 +104,11 @@ class Tape:
     def forget(self) -> None:
         """The records alone."""
         for record in self.records:
-            for store in (record.h, record.d, record.outputs, record.origin.D):
+            for store in (record.h, record.d, record.outputs, record.tallies, record.origin.D, record.origin.accounts):
                 store.clear()
+            record.inner = None
+            if record.spent:  # its graph may be alive for long, but not its record
+                record.let_go()
             if record.origin.flow is not None:
                 record.origin.flow.held.discard(record.origin)
         self.records.clear()
@@ -117,6 +123,8 @@ class Tape:
         factor = self._scaling.factor(world) if self.need().calls or self.need().states else None
         for this in self.passes:
             this.scale = factor
+            for account in this.accounts.values():
+                account.finish(factor)
         if self.folded is not None:
             self.folded.scale = factor
 
@@ -162,6 +170,7 @@ class Tape:
         self._current.turn, self._turns = self._turns, self._turns + 1
         self._current.autocast = Autocast.capture(model)
         self._current.rng = AllRNG.capture(devices_of(model)) if need.calls or need.states else None
+        self._current.summed = self.summed() if need.calls and not need.states else {}
         if need.states:
             self._current.environment = Environment.capture(model)
         if need.flow or need.states:
@@ -334,24 +343,30 @@ class Tape:
             output = mapped(lambda t: t.view_as(t) if t.requires_grad and t.grad_fn is None else t, output)
         outputs = floating(output)
         keep = self._keepers(record, outputs) if any(t.requires_grad for t in outputs) else []
+        adapter = record.origin.summed.get(record.name) if len(outputs) == 1 else None
         for i, t in enumerate(outputs):
             if t.requires_grad:
-                t.register_hook(self._arrival(record, i, keep))
+                t.register_hook(self._arrival(record, i, keep, adapter))
                 if self._graph:
                     self._graph[-1][1].append(t.grad_fn)
         return output if handed_out else None
 
-    def _arrival(self, record: Record, i: int, keep: list[Callable[[], None]]) -> Callable[[Tensor], None]:
-        """The hook of output i."""
+    def _arrival(
+        self, record: Record, i: int, keep: list[Callable[[], None]], adapter: Adapter | None
+    ) -> Callable[[Tensor], None]:
+        """The hook of output i. ``adapter``: with which the call is added to others, if it may be."""
 
         def hook(h: Tensor) -> None:
-            if not self._backwards.counts(record.sinks):
+            if not self._backwards.counts(record.sinks) or record.tallies:
                 return
             if not record.h:
                 self.records.append(record)
                 for each in keep:
                     each()
             add(record.h, i, h)
+            record.spent = not graph_is_kept()
+            if adapter is not None and record.spent:
+                add_up(record, adapter)
 
         return hook
 

@@ -75,14 +75,16 @@ class Fallbacks:
         failed = hosts.ask(tape.records, players, split, asked.__contains__)
         told: dict[Player, Told] = {}
         if split or any(map(due, players)):
-            told = self._look(Calls(tape.records), tape.folded, players, world)
+            told = self._look(Calls(tape.records), tape.folded, players, split, world)
         whys = [self._why(p, told.get(p), p in asked, failed, state) for p in players]
         return [self._checked(player, why, split) for player, why in zip(players, whys, strict=True)]
 
-    def _look(self, calls: Calls, folded: Folded | None, players: Sequence[Player], world: World) -> dict[Player, Told]:
+    def _look(
+        self, calls: Calls, folded: Folded | None, players: Sequence[Player], split: bool, world: World
+    ) -> dict[Player, Told]:
         """All processes must come to the same verdict: what they add up depends on it."""
         world.must_agree(" ".join(player.name for player in players), "do not have gradients of the same parameters")
-        mine = [_verdict(calls, folded, player) for player in players]
+        mine = [_verdict(calls, folded, player, split) for player in players]
         theirs = zip(*world.gather_ints([verdict for verdict, _ in mine]), strict=True)
         told: dict[Player, Told] = {}
         for player, (verdict, why), worst in zip(players, mine, map(max, theirs), strict=True):
@@ -121,7 +123,7 @@ class Fallbacks:
 
     def _probe(self, tape: Tape) -> None:
         for this in tape.passes:
-            mine = [r for r in tape.records if r.origin is this and 0 in r.h]
+            mine = [r for r in tape.records if r.origin is this and (0 in r.h or r.tallies)]
             key = (this.batch, *((r.name, r.has_rows()) for r in mine))
             if key not in self._mixed:
                 self._mixed[key] = mixed_layers(tape, this)
@@ -172,7 +174,7 @@ class Fallbacks:
             warnings.warn(f"{name}: {why}; {effect}", stacklevel=9)
 
 
-def _verdict(calls: Calls, folded: Folded | None, player: Player) -> Told:
+def _verdict(calls: Calls, folded: Folded | None, player: Player, split: bool) -> Told:
     first = player.params[0]
     if folded is not None and first in folded.whole:
         return Verdict.UNUSABLE, folded.whole[first]
@@ -182,5 +184,5 @@ def _verdict(calls: Calls, folded: Folded | None, player: Player) -> Told:
         return Verdict.NOT_TOLD, None
     if player.why_no_adapter() is None and not calls.records(player):
         return Verdict.ABSENT, _ABSENT
-    why = calls.why_unusable(player)
+    why = calls.why_unusable(player, split)
     return (Verdict.FINE, None) if why is None else (Verdict.UNUSABLE, why)

@@ -44,7 +44,7 @@ def fold(folded: Folded, players: Sequence[Player], records: Sequence[Record], s
     for player in players:
         if not forms.calls.records(player):
             continue
-        if (why := forms.calls.why_unusable(player)) is not None:
+        if (why := forms.calls.why_unusable(player, True)) is not None:
             folded.whole |= dict.fromkeys(player.params, why)
             continue
         for p, G in zip(player.params, forms.columns(player), strict=True):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ocnopt.curvature import Identity
+from ocnopt.curvature.tally import Tally, length_of
 from ocnopt.distributed import World
 from ocnopt.gradients import Explicit, Gram, GramRow, GroupGradients, Shared
 from ocnopt.groups import Part, Samples
@@ -34,7 +35,7 @@ class Calls:
     def __init__(self, records: Sequence[Record]) -> None:
         self.by_module: dict[str, list[Record]] = defaultdict(list)
         for record in records:
-            if 0 in record.h or (record.h and isinstance(record.module, Host)):
+            if 0 in record.h or record.tallies or (record.h and isinstance(record.module, Host)):
                 self.by_module[record.name].append(record)
 
     def __contains__(self, module_name: str) -> bool:
@@ -52,24 +53,35 @@ class Calls:
         """The calls of a player's modules, by forward pass; none if a host was not asked for them."""
         executions: dict[Pass, list[list[Call]]] = defaultdict(list)
         for record, use in self._uses(player) if self.looked_at(player) else ():
-            executions[record.origin].append(record.calls(use.path))
+            if use.path not in record.tallies:
+                executions[record.origin].append(record.calls(use.path))
         together = as_one_solve if player.inside else _joined
         return {this: together(calls) for this, calls in executions.items()}
+
+    def tallies(self, player: Player) -> list[Tally]:
+        """Of the forward passes in which its calls have been added up."""
+        found = [record.tallies[use.path] for record, use in self._uses(player) if use.path in record.tallies]
+        return list({id(tally): tally for tally in found}.values()) if self.looked_at(player) else []
 
     def _uses(self, player: Player) -> list[tuple[Record, Use]]:
         """The records of a player's modules, each with one of the uses that it is about."""
         one = {use.module_name: use for uses in player.uses for use in uses}
         return [(record, one[record.name]) for record in self.records(player)]
 
-    def why_unusable(self, player: Player) -> str | None:
-        """Why the calls of a player cannot be read sample by sample, or ``None`` if they can."""
+    def why_unusable(self, player: Player, split: bool) -> str | None:
+        """Why the calls of a player cannot be read sample by sample, or ``None`` if they can. ``split``: is it for
+        groups of samples?
+        """
         why = player.why_no_adapter()
         if why is not None:
             return why
         uses = self._uses(player)
-        if not uses or not all(record.calls(use.path) for record, use in uses):
+        if not uses or not all(use.path in record.tallies or record.calls(use.path) for record, use in uses):
             return "its calls were not seen"
+        whole = split or not player.curvature.takes_tallies
         for record, use in uses:
+            if whole and use.path in record.tallies:
+                return "more is asked of its calls than before the backward pass, which has added them up"
             why = _why_unusable_inside(record, use) if use.path else _why_unusable(record)
             if why is None and use.adapter is not None:
                 refusals = (use.adapter.call_refusal(call) for call in record.calls(use.path))
@@ -85,7 +97,7 @@ def _joined(executions: Sequence[Sequence[Call]]) -> list[Call]:
 
 def as_one_solve(solves: Sequence[Sequence[Call]]) -> list[Call]:
     """The solves of one forward pass as parts of a single one: factors do not depend on how a trajectory is cut."""
-    lengths = [sum(c.duration for c in calls) / sum(c.share for c in calls) for calls in solves]
+    lengths = [length_of(calls) for calls in solves]
     parts = zip(solves, lengths, strict=True)
     return [replace(call, share=call.share * length / sum(lengths)) for calls, length in parts for call in calls]
 
@@ -109,7 +121,7 @@ def _why_unusable_inside(record: Record, use: Use) -> str | None:
         return f"it is also called outside of {record.name or type(record.module).__name__}, where it is not seen"
     batch, mixed = record.origin.batch, record.origin.mixed_inputs
     sizes = {t.shape[:1] for call in record.calls(use.path) for t in (call.x, call.h)}
-    return _ROWS if record.name in mixed or (batch is not None and sizes != {(batch,)}) else None
+    return _ROWS if record.name in mixed or (batch is not None and not sizes <= {(batch,)}) else None
 
 
 class Forms:
@@ -135,6 +147,9 @@ class Forms:
     def calls_of(self, player: Player) -> list[tuple[Part, list[Call]]]:
         """By forward pass, with the rows that are its own."""
         return [(self.samples.of(this), calls) for this, calls in self.calls.by_pass(player).items()]
+
+    def tallies_of(self, player: Player) -> list[Tally]:
+        return self.calls.tallies(player)
 
     def kind(self, player: Player) -> type[GroupGradients]:
         rank, records = self.samples.groups.rank, self.calls.records(player)

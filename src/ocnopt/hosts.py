@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ocnopt.layers.base import Call
+from ocnopt.tallies import add_up_inside
 
 if TYPE_CHECKING:
     from ocnopt.players import Player
@@ -99,8 +100,20 @@ def ask(
         try:
             execution = replace(record.execution(), of=executions[record.name, record.origin])
             record.inner = record.module.layer_calls(execution, layers)
+            if not split:
+                _add_up(record, inside)
         except CannotTell as why:
             failed[record.name] = str(why)
             name = record.module.known_as or record.name
             warnings.warn(f"{name}: what its layers saw is not known: {why}", stacklevel=2)
+    for account in (a for r in records if r.inner is not None for a in r.origin.accounts.values()):
+        account.settle()
     return failed
+
+
+def _add_up(record: Record, players: Sequence[Player]) -> None:
+    """One execution is done with before the next is asked for, where sums will do."""
+    for player in (p for p in players if p.curvature.takes_tallies):
+        use = player.uses[0][0]  # the only one
+        assert use.adapter is not None
+        add_up_inside(record, use.path, use.adapter, use.module)

@@ -38,6 +38,7 @@ def usage(state: Mapping[Tensor, Mapping[str, Any]], tape: Tape | None) -> dict[
 def _of_tape(tape: Tape) -> Iterator[Tensor]:
     for this in tape.passes:
         yield from tensors((this.args, dict(this.kwargs), this.outputs, this.D))
+        yield from (t for each in this.accounts.values() if each.tally is not None for t in each.tally.tensors)
     if tape.folded is not None:
         yield from tape.folded.columns.values()
     for record in tape.records:

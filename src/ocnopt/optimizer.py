@@ -24,6 +24,7 @@ from ocnopt.folding import fold, samples_of
 from ocnopt.games.alignment import Aligner, Alignment, Rules, rules_of
 from ocnopt.games.game import Game
 from ocnopt.hosts import Host
+from ocnopt.layers import Adapter
 from ocnopt.linalg import without_autocast
 from ocnopt.memory import usage
 from ocnopt.play import Snapshot, play
@@ -240,6 +241,7 @@ class OCNOpt(Optimizer):
         modules = {use.module_name: use.called for use in uses}
         self._tape = Tape(self._model, modules, lambda: optimizer._need() if (optimizer := me()) else Need())
         self._tape.before_pass = lambda: optimizer._fold() if (optimizer := me()) else None
+        self._tape.summed = lambda: optimizer._summed() if (optimizer := me()) else {}
         self._unhook = weakref.finalize(self, self._tape.remove)
         random = (u for u in uses if u.adapter is not None and u.host is None and u.adapter.needs_rng(u.module))
         self._tape.randomised = {u.module_name for u in random}
@@ -253,6 +255,18 @@ class OCNOpt(Optimizer):
             calls=kronecker or (playing and group["rank"] != 1),
             states=group["feedback"] == "nonlinear",
         )
+
+    def _summed(self) -> dict[str, Adapter]:
+        """The modules of whose calls the coming step reads nothing but sums, with their adapters.
+
+        They are formed in the backward pass, which has a thread for each device, with the precision of all set higher.
+        """
+        if self._rank != 1 or len({p.device for p in self._parameters}) > 1:
+            return {}
+        readers = [(u, p) for p in self._players() if p.curvature.needs_model for u in p.uses[0] if u.host is None]
+        kept = {use.module_name for use, player in readers if not player.curvature.takes_tallies}
+        found = {use.module_name: use.adapter for use, _ in readers if use.module_name not in kept}
+        return {name: adapter for name, adapter in found.items() if adapter is not None}
 
     def _wants_calls(self) -> bool:
         """Does any curvature look at the layers in the coming step?"""

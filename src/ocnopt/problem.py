@@ -235,6 +235,8 @@ def pose(
     # adjoints too: somebody may have repaired p.grad since. Where they are squared, they must not overflow either
     squared = any(p.curvature.needs_model for p in players)
     adjoints = [(r.name, h) for r in records for h in (r.h if squared or samples.groups.rank > 1 else r.d).values()]
+    tallies = {id(t): (r.name, t.adjoints) for r in records for t in r.tallies.values()}
+    adjoints += tallies.values()  # those of many records in one
     if folded is not None:
         adjoints += [(p.name, folded.columns[q]) for p in players for q in p.params if q in folded.columns]
     checked = [p.name for p in players for _ in p.params] + [name for name, _ in adjoints]
@@ -276,6 +278,7 @@ def pose(
                 seats=[stages.seat_of[id(p)] for p in theirs],
                 gradients=forms.build(kind, theirs, fractions),
                 calls={id(p): forms.calls_of(p) for p in theirs} if theirs[0].curvature.needs_model else {},
+                tallies={id(p): forms.tallies_of(p) for p in theirs} if theirs[0].curvature.takes_tallies else {},
                 moment=Moment(state[params[0]]["step"], compute_dtype(params[0].dtype)),
                 seen=seen,
                 ok=ok.to(params[0].device, compute_dtype(params[0].dtype)),

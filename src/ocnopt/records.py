@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ocnopt.curvature.tally import Tally
 from ocnopt.environment import Autocast, Environment
 from ocnopt.games.flow import Draws, Flow
 from ocnopt.groups import Samples
 from ocnopt.hosts import Execution
-from ocnopt.layers.base import Call, compute_dtype
+from ocnopt.layers.base import Adapter, Call, compute_dtype
 from ocnopt.rng import AllRNG, RNGState
+from ocnopt.tallies import Account
 from ocnopt.trees import mapped, tensors
 
 #: the autograd nodes that add to ``p.grad``
@@ -58,6 +60,8 @@ class Pass:
     turn: int = 0  # which pass since the hooks were set
     mixed: frozenset[str] = frozenset()  # modules whose dimension 0 only has the size of the batch
     mixed_inputs: frozenset[str] = frozenset()  # those of them in whose input it is so
+    summed: Mapping[str, Adapter] = field(default_factory=dict)  # of the layers whose calls may be added up
+    accounts: dict[tuple[str, str], Account] = field(default_factory=dict)  # of them, and of layers inside hosts
 
     def inputs_changed(self) -> bool:
         return self.versions != versions_of((self.args, self.kwargs))
@@ -99,11 +103,16 @@ class Record:
     d: dict[int, Tensor] = field(default_factory=dict)  # gradient through this very edge, by input
     outputs: dict[int, Tensor] = field(default_factory=dict)
     h: dict[int, Tensor] = field(default_factory=dict)  # ∂L/∂output, by output
-    inner: Mapping[str, list[Call]] | None = None  # calls of the layers inside a host, where it was asked
+    inner: dict[str, list[Call]] | None = None  # calls of the layers inside a host, where it was asked
     strays: frozenset[str] = frozenset()  # layers inside a host that were called by somebody else, too
+    # what its calls have been added to, by path, with those of its other executions in the same pass
+    tallies: dict[str, Tally] = field(default_factory=dict)
+    spent: bool = False  # no other backward pass can come by
 
     def calls(self, path: str) -> list[Call]:
-        """Of the module itself, or of the layer of that name inside it."""
+        """Of the module itself, or of the layer of that name inside it; none where they have been added up."""
+        if path in self.tallies:
+            return []
         if not path:
             return [self.call()]
         return [] if self.inner is None else self.inner.get(path, [])
@@ -114,19 +123,26 @@ class Record:
         how = self.autocast, self.overwritten(), self.training
         return Execution(self.args, self.kwargs, self.outputs, h, *how)
 
-    def call(self) -> Call:
+    def call(self, scaled: bool = True) -> Call:
         """As the layer's adapter sees it. Only for records whose (first) output an adjoint arrived at."""
-        h = self.origin.scaled(self.h[0])
+        h = self.origin.scaled(self.h[0]) if scaled else self.h[0]
         return Call(self.module, self.args, self.kwargs, h, self.rng, self.training, self.autocast)
 
     def has_rows(self) -> bool:
-        """Has dimension 0 of input and output the size of the batch?"""
+        """Has dimension 0 of input and output the size of the batch? Nothing else is added up."""
+        if "" in self.tallies:
+            return True
         sizes = {t.shape[:1] for t in (*tensors((self.args, self.kwargs))[:1], self.h[0])}
         return self.origin.batch is None or sizes == {(self.origin.batch,)}
 
     def rows_are_samples(self) -> bool:
         """Does dimension 0 of input and output run over the samples, as far as sizes and the probe can tell?"""
         return self.has_rows() and self.name not in self.origin.mixed
+
+    def let_go(self) -> None:
+        """Of what it saw."""
+        self.args, self.kwargs, self.versions, self.inner = (), {}, [], None
+        self.h.clear()
 
     def overwritten(self) -> bool:
         """Have the arguments been changed in place since the call began?"""

@@ -40,6 +40,9 @@ class Curvature(ABC):
     name: str
     #: whether :meth:`measure` reads the inputs and adjoints of the layers (``bucket.calls``), which needs the model
     needs_model: bool = False
+    #: whether it can do with a :class:`~ocnopt.curvature.tally.Tally` (``bucket.tallies``) instead of calls: those of a
+    #: layer that is used often are then not kept
+    takes_tallies: bool = False
     #: whether :meth:`measure` adds up over ``bucket.world`` what it reads there, so that processes which train one
     #: network on a batch each come to the same metric
     adds_up: bool = False

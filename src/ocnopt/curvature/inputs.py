@@ -6,7 +6,7 @@ A process that trains with others sees some of the samples only, or none; the su
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -59,10 +59,7 @@ class Inputs:
         return (h.mT @ x).square().sum(0)
 
     def _by_gradients(self, calls: Sequence[Call], U_A: Tensor, U_C: Tensor) -> Tensor:
-        G = self._added([self.adapter.kronecker_gradients(call) for call in calls]).to(U_A)
-        G = G.transpose(0, 1)  # [blocks, batch, c, a]
-        turned = (G.flatten(1, 2) @ U_A).view(G.shape)
-        return (U_C.mT[:, None] @ turned).square().sum(1)
+        return squared(self._added([self.adapter.kronecker_gradients(call) for call in calls]).to(U_A), U_A, U_C)
 
     def _added(self, terms: Sequence[Tensor]) -> Tensor:
         first, *others = (_scaled(t, call.duration) for t, call in zip(terms, self.calls, strict=True))
@@ -73,13 +70,29 @@ class Inputs:
             yield [call.rows(i, i + step) for call in self.calls]
 
 
-def inputs_of(bucket: Bucket, player: Player, a: Tensor | None) -> list[Inputs]:
+class Seen(Protocol):
+    """What a layer saw in a forward pass: :class:`Inputs`, or a :class:`~ocnopt.curvature.tally.Tally` of them."""
+
+    @property
+    def batch(self) -> int: ...
+
+    @property
+    def positions(self) -> float: ...
+
+    def sums(self) -> tuple[Tensor, Tensor]: ...
+
+    def squares(self, U_A: Tensor, U_C: Tensor) -> Tensor: ...
+
+
+def seen_of(bucket: Bucket, player: Player, a: Tensor | None) -> list[Seen]:
     """By forward pass; those without a sample are left out."""
     assert player.adapter is not None
     passes = [(part, calls) for part, calls in bucket.calls[id(player)] if calls[0].batch]
+    tallies = bucket.tallies[id(player)]
     if a is not None:
         passes = [(part, [call.weighted(part.expand(a)) for call in calls]) for part, calls in passes]
-    return [Inputs(player.adapter, calls) for _, calls in passes]
+        tallies = [tally.weighted(a.squeeze()) for tally in tallies]  # of a single group
+    return [*(Inputs(player.adapter, calls) for _, calls in passes), *tallies]
 
 
 class Sums(NamedTuple):
@@ -91,7 +104,7 @@ class Sums(NamedTuple):
     positions: Tensor
 
     @classmethod
-    def over(cls, passes: Sequence[Inputs], like_A: Tensor, like_C: Tensor) -> Sums:
+    def over(cls, passes: Sequence[Seen], like_A: Tensor, like_C: Tensor) -> Sums:
         A, C = torch.zeros_like(like_A), torch.zeros_like(like_C)
         for one in passes:
             more_A, more_C = one.sums()
@@ -105,9 +118,16 @@ class Sums(NamedTuple):
         return self.A / self.samples.clamp_min(1), self.C * (self.samples**2 / positions)
 
 
-def squares_over(passes: Sequence[Inputs], like: Tensor, U_A: Tensor, U_C: Tensor) -> Tensor:
+def squares_over(passes: Sequence[Seen], like: Tensor, U_A: Tensor, U_C: Tensor) -> Tensor:
     """Σ over the samples of all passes of :meth:`Inputs.squares`."""
     return sum((one.squares(U_A, U_C) for one in passes), torch.zeros_like(like))
+
+
+def squared(G: Tensor, U_A: Tensor, U_C: Tensor) -> Tensor:
+    """Σ_i (U_C^T g_i U_A)² of gradients ``[batch, blocks, c, a]``."""
+    G = G.transpose(0, 1)
+    turned = (G.flatten(1, 2) @ U_A).view(G.shape)
+    return (U_C.mT[:, None] @ turned).square().sum(1)
 
 
 def _scaled(v: Tensor, factor: float) -> Tensor:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ocnopt.curvature.base import Curvature, Metric
 from ocnopt.curvature.eigen import Eigen, decompose, turned
-from ocnopt.curvature.inputs import Inputs, Sums, inputs_of, squares_over
+from ocnopt.curvature.inputs import Seen, Sums, seen_of, squares_over
+from ocnopt.curvature.tally import shape
 from ocnopt.distributed import World, share_out
 from ocnopt.layers.base import Adapter
 from ocnopt.linalg import full_precision
@@ -87,7 +88,7 @@ class Layer:
 
     player: Player
     state: dict[str, Any]
-    passes: list[Inputs] = field(default_factory=list)  # what this process saw of it
+    passes: list[Seen] = field(default_factory=list)  # what this process saw of it
     samples: Tensor = field(init=False)  # how many all processes saw
     ok: Tensor = field(init=False)  # 1, or 0 if this step tells nothing about it
     weight: Tensor = field(init=False)  # of this step in the averages
@@ -110,7 +111,10 @@ class Layer:
 
     def begin(self, like: Tensor) -> None:
         """Make room for the factors, also where this process has not seen a sample."""
-        g, c, a = self._shape()
+        adapter, module = self.player.adapter, self.player.module
+        assert adapter is not None
+        assert module is not None
+        g, c, a = shape(adapter, module)
         if "input_factor" in self.state and self.state["input_factor"].shape[1] == a:
             return
         for key in _STATE:  # a block that lost or gained its bias starts anew
@@ -129,13 +133,6 @@ class Layer:
     @property
     def _every(self) -> int:
         return interval(self.state, self.player.group, self.player.inside)
-
-    def _shape(self) -> torch.Size:
-        adapter, module = self.player.adapter, self.player.module
-        assert adapter is not None
-        assert module is not None
-        shapes = (torch.empty(p.shape, device="meta") for p in self.player.params)
-        return adapter.to_matrix(module, dict(zip(self.player.own_names, shapes, strict=True))).shape
 
     @property
     def is_old(self) -> bool:
@@ -189,6 +186,7 @@ class Layer:
 class Kronecker(Curvature):
     name = "kronecker"
     needs_model = True
+    takes_tallies = True
     adds_up = True
 
     def measure(self, bucket: Bucket, a: Tensor | None) -> KroneckerMetric:
@@ -257,7 +255,7 @@ class Kronecker(Curvature):
     def _average_factors(bucket: Bucket, layers: Sequence[Layer], a: Tensor | None) -> None:
         for layer in layers:
             layer.begin(bucket.ok)
-            layer.passes = inputs_of(bucket, layer.player, a)
+            layer.passes = seen_of(bucket, layer.player, a)
         sums = [Sums.over(layer.passes, *layer.factors) for layer in layers]
         bucket.world.sum_([t for each in sums for t in each])
         for layer, each in zip(layers, sums, strict=True):
