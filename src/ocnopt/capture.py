@@ -20,9 +20,11 @@ from ocnopt.distributed import World
 from ocnopt.environment import Autocast, Environment, autocast_dtype, is_transforming
 from ocnopt.games.flow import Flow, innermost
 from ocnopt.games.following import Follower
+from ocnopt.groups import Groups
 from ocnopt.hooks import Hook, Hooks, Others
 from ocnopt.hosts import Host
 from ocnopt.layers import Adapter
+from ocnopt.once import Once
 from ocnopt.records import Folded, Need, Pass, Record, Rollout, detached, floating, versions_of
 from ocnopt.rng import AllRNG, RNGState
 from ocnopt.scaling import Scaling
@@ -51,6 +53,7 @@ class Tape:
         self.randomised: set[str] = set()  # modules that draw random numbers which their adapter must draw again
         self._current: Pass | None = None
         self._asked = Need()  # of the pass under way
+        self._several = False  # were there several passes before the last step?
         self._turns = 0
         self._open: list[Record] = []
         self._counts: dict[str, int] = {}
@@ -65,6 +68,7 @@ class Tape:
         ]
         self._scaling = Scaling(model, lambda: self.need().calls or self.need().states)
         self._backwards = Backwards(model, self._scaling.gone, self.clear, self._drop)
+        self.once = Once(self._backwards.counts)
         self._places: list[tuple[nn.Module, RemovableHandle, RemovableHandle]] = []
         for name, module in modules.items():
             before = module.register_forward_pre_hook(Hook(self._before(name)), with_kwargs=True)
@@ -94,8 +98,11 @@ class Tape:
 
     def clear(self) -> None:
         """Forget what arrived. The graph may still be alive: a second backward pass through it starts from nothing."""
+        if self.records:
+            self._several = len(self.passes) > 1
         self.folded, self._trained, self.borrowed = None, False, False
         self.forget()
+        self.once.end()
         self._backwards.rest()
         self._scaling.clear()
         self._follower.clear()
@@ -104,7 +111,16 @@ class Tape:
     def forget(self) -> None:
         """The records alone."""
         for record in self.records:
-            for store in (record.h, record.d, record.outputs, record.tallies, record.origin.D, record.origin.accounts):
+            origin = record.origin
+            for store in (
+                record.h,
+                record.d,
+                record.outputs,
+                record.columns,
+                record.tallies,
+                origin.D,
+                origin.accounts,
+            ):
                 store.clear()
             record.inner = None
             if record.spent:  # its graph may be alive for long, but not its record
@@ -147,6 +163,7 @@ class Tape:
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._current, self._open, self._counts, self._graph = None, [], {}, []
         self._borrows = False
+        self.once.end()
         need = self._needed()
         if not need:
             return
@@ -169,6 +186,8 @@ class Tape:
         self._current = Pass(_batch_size(args, kwargs), args, kwargs, versions_of((args, kwargs)))
         self._current.turn, self._turns = self._turns, self._turns + 1
         self._current.autocast = Autocast.capture(model)
+        if need.rank != 1 and self._current.batch is not None and not self.records and not self._several:
+            self._current.groups, self.once.gram = Groups.of(self._current.batch, need.rank), need.gram
         self._current.rng = AllRNG.capture(devices_of(model)) if need.calls or need.states else None
         self._current.summed = self.summed() if need.calls and not need.states else {}
         if need.states:
@@ -177,6 +196,7 @@ class Tape:
             self._follower.begin(model, tensors(given))
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        self.once.end()
         flow = self._follower.end(output, self._current)
         this, self._current, self._open = self._current, None, []
         borrows, self._borrows = self._borrows, False
@@ -256,8 +276,12 @@ class Tape:
 
     def _before(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            opened = len(self._open)
             with self._follower.aside():
-                return act(module, args, kwargs)
+                passed_on = act(module, args, kwargs)
+            if len(self._open) > opened:
+                self.once.begin(self._open[-1])
+            return passed_on
 
         def act(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             occurrence = self._counts.get(name, 0)
@@ -326,6 +350,7 @@ class Tape:
             if self.rollout is not None:
                 self.rollout.after(name, self._counts[name] - 1, floating(output))
                 return None
+            self.once.end()
             with self._follower.aside():
                 changed = self._watch_outputs(module, output)
                 if name in self._measured:
@@ -360,6 +385,7 @@ class Tape:
             if not self._backwards.counts(record.sinks) or record.tallies:
                 return
             if not record.h:
+                self._join(record.origin)
                 self.records.append(record)
                 for each in keep:
                     each()
@@ -369,6 +395,16 @@ class Tape:
                 add_up(record, adapter)
 
         return hook
+
+    def _join(self, this: Pass) -> None:
+        """The groups of one pass are others where there are two: what the backward pass has split is of no use."""
+        first = self.records[0].origin if self.records else this
+        if first is this:
+            return
+        if first.groups is not None:
+            for record in self.records:
+                record.columns.clear()
+        first.groups = this.groups = None
 
     def _keepers(self, record: Record, outputs: list[Tensor]) -> list[Callable[[], None]]:
         """What keeps the outputs, those that the loss does not depend on included, once the first adjoint arrives.

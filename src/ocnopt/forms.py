@@ -156,6 +156,7 @@ class Forms:
         if rank == 1 or id(player) not in self.seen:
             return Shared
         alone = len(records) == 1 and self.samples.of(records[0].origin).groups == self.samples.groups
+        alone = alone and not records[0].columns
         alone = alone and isinstance(player.curvature, Identity) and not player.inside and self.world.size == 1
         assert player.adapter is not None
         return Gram if alone and player.adapter.prefers_gram(records[0].call(), rank) else Explicit
@@ -216,12 +217,15 @@ class Forms:
         key = id(record), use.path
         if key not in self._columns:
             assert use.adapter is not None
-            mine = self.samples.of(record.origin)
-            parts = [
-                {n: call.duration * G for n, G in use.adapter.group_gradients(call, mine.groups).items()}
-                for call in record.calls(use.path)
-            ]
-            self._columns[key] = {n: self._cleaned(self._summed([part[n] for part in parts])) for n in parts[0]}
+            groups = self.samples.of(record.origin).groups
+            found = None if use.path else record.split(groups)
+            if found is None:
+                parts = [
+                    {n: call.duration * G for n, G in use.adapter.group_gradients(call, groups).items()}
+                    for call in record.calls(use.path)
+                ]
+                found = {n: self._summed([part[n] for part in parts]) for n in parts[0]}
+            self._columns[key] = {n: self._cleaned(G) for n, G in found.items()}
         return self._columns[key]
 
     def _masked(self, t: Tensor) -> Tensor:

@@ -139,7 +139,7 @@ class Explicit(GroupGradients):
     def adding_up_to(grad: Tensor, columns: Tensor, fractions: Tensor) -> Tensor:
         """Spread over the groups whatever happened to ``p.grad`` after the backward pass (clipping, penalties)."""
         rest = grad - columns.sum(0)
-        return columns + fractions.view(-1, *[1] * rest.dim()) * rest
+        return torch.addr(_rows(columns), fractions, rest.reshape(-1)).reshape(columns.shape)
 
 
 def _rows(G: Tensor) -> Tensor:

@@ -29,6 +29,11 @@ class Groups:
             object.__setattr__(self, "rank", max(1, min(self.rank, self.batch)))
 
     @classmethod
+    def of(cls, batch: int, rank: int | str) -> Groups:
+        """``rank`` may be ``"full"``."""
+        return cls(batch, batch if rank == "full" else int(rank))
+
+    @classmethod
     def of_sizes(cls, sizes: Sequence[int]) -> Groups:
         usual = cls(sum(sizes), len(sizes))
         return usual if usual.sizes == list(sizes) else cls(sum(sizes), len(sizes), tuple(sizes))
@@ -135,7 +140,7 @@ class Samples:
     ) -> None:
         rows = rows or {}
         planned = [sum(rows.values())] if planned is None else planned
-        whole, start = Groups(sum(planned), sum(planned) if rank == "full" else int(rank)), sum(planned[:place])
+        whole, start = Groups.of(sum(planned), rank), sum(planned[:place])
         width = whole.rank if rank == "full" else int(rank)  # the same everywhere, whatever each process has planned
         cuts = {each: _overlap(whole, start + a, start + b, width) for each, (a, b) in _places(rows).items()}
         sizes = everywhere([sum(cut[g] for cut in cuts.values()) for g in range(width)])

@@ -42,7 +42,9 @@ def _of_tape(tape: Tape) -> Iterator[Tensor]:
     if tape.folded is not None:
         yield from tape.folded.columns.values()
     for record in tape.records:
-        yield from tensors((record.args, dict(record.kwargs), record.inputs, record.outputs, record.d, record.h))
+        yield from tensors(
+            (record.args, dict(record.kwargs), record.inputs, record.outputs, record.d, record.h, record.columns)
+        )
 
 
 def _bytes(theirs: Iterable[Tensor], seen: set[int]) -> int:

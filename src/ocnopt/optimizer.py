@@ -16,7 +16,7 @@ from ocnopt import arguments, shards, whole_step
 from ocnopt.arrangement import Arrangement, passes_of
 from ocnopt.capture import Tape
 from ocnopt.checkpoints import Loading, complete
-from ocnopt.curvature import BY_NAME, Curvature
+from ocnopt.curvature import BY_NAME, Curvature, Identity
 from ocnopt.diagnostics import Diagnostics
 from ocnopt.distributed import World, check_known, check_steps, unwrapped
 from ocnopt.fallbacks import Fallbacks
@@ -245,15 +245,20 @@ class OCNOpt(Optimizer):
         self._unhook = weakref.finalize(self, self._tape.remove)
         random = (u for u in uses if u.adapter is not None and u.host is None and u.adapter.needs_rng(u.module))
         self._tape.randomised = {u.module_name for u in random}
+        self._tape.once.adapters = {u.module_name: u.adapter for u in uses if u.adapter is not None and u.host is None}
 
     def _need(self) -> Need:
         group = self.param_groups[0]
         playing = group["feedback"] != "off"
         kronecker = any(resolve(g["curvature"]).needs_model for g in self.param_groups) and self._wants_calls()
+        # with others to come, in this process or another, nobody knows where the groups of a pass begin and end
+        known = group["accumulate"] == 1 and (self._world is None or self._world.size == 1)
         return Need(
             flow=playing and (group["bellman"] == "paper" or group["game"] == "noncooperative"),
             calls=kronecker or (playing and group["rank"] != 1),
             states=group["feedback"] == "nonlinear",
+            rank=group["rank"] if playing and known else 1,
+            gram=any(isinstance(resolve(g["curvature"]), Identity) for g in self.param_groups),
         )
 
     def _summed(self) -> dict[str, Adapter]:

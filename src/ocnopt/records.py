@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ocnopt.curvature.tally import Tally
 from ocnopt.environment import Autocast, Environment
 from ocnopt.games.flow import Draws, Flow
-from ocnopt.groups import Samples
+from ocnopt.groups import Groups, Samples
 from ocnopt.hosts import Execution
 from ocnopt.layers.base import Adapter, Call, compute_dtype
 from ocnopt.rng import AllRNG, RNGState
@@ -30,6 +30,8 @@ class Need:
     flow: bool = False  # which module runs when, and who reads whom
     calls: bool = False  # inputs and output adjoints: groups of samples, Kronecker factors
     states: bool = False  # everything that a second forward pass is compared with
+    rank: int | str = 1  # in how many groups a pass can be split before the step; 1: that is not known
+    gram: bool = False  # some layers may have no use for explicit group gradients
 
     def __bool__(self) -> bool:
         return self.flow or self.calls or self.states
@@ -58,6 +60,7 @@ class Pass:
     sinks: list[Any] = field(default_factory=list)
     scale: Tensor | None = None  # the factor by which adjoints are to be multiplied, if any
     turn: int = 0  # which pass since the hooks were set
+    groups: Groups | None = None  # its samples, where it is split already in the backward pass
     mixed: frozenset[str] = frozenset()  # modules whose dimension 0 only has the size of the batch
     mixed_inputs: frozenset[str] = frozenset()  # those of them in whose input it is so
     summed: Mapping[str, Adapter] = field(default_factory=dict)  # of the layers whose calls may be added up
@@ -103,6 +106,7 @@ class Record:
     d: dict[int, Tensor] = field(default_factory=dict)  # gradient through this very edge, by input
     outputs: dict[int, Tensor] = field(default_factory=dict)
     h: dict[int, Tensor] = field(default_factory=dict)  # ∂L/∂output, by output
+    columns: dict[str, Tensor] = field(default_factory=dict)  # group gradients of its pass, if backward left them
     inner: dict[str, list[Call]] | None = None  # calls of the layers inside a host, where it was asked
     strays: frozenset[str] = frozenset()  # layers inside a host that were called by somebody else, too
     # what its calls have been added to, by path, with those of its other executions in the same pass
@@ -127,6 +131,16 @@ class Record:
         """As the layer's adapter sees it. Only for records whose (first) output an adjoint arrived at."""
         h = self.origin.scaled(self.h[0]) if scaled else self.h[0]
         return Call(self.module, self.args, self.kwargs, h, self.rng, self.training, self.autocast)
+
+    def keep(self, columns: Mapping[str, Tensor]) -> None:
+        """Group gradients of a backward pass, or of one more."""
+        self.columns = {n: self.columns[n] + G if n in self.columns else G for n, G in columns.items()}
+
+    def split(self, groups: Groups) -> dict[str, Tensor] | None:
+        """What the backward passes left, in the scale of the gradients, or ``None`` if they knew of other groups."""
+        if not self.columns or groups != self.origin.groups:
+            return None
+        return {name: self.origin.scaled(G) for name, G in self.columns.items()}
 
     def has_rows(self) -> bool:
         """Has dimension 0 of input and output the size of the batch? Nothing else is added up."""

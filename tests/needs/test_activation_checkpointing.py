@@ -39,7 +39,11 @@ def run(how: str, game: dict[str, Any]) -> tuple[list[Tensor], list[dict[str, An
 
 @pytest.mark.parametrize("game", GAMES, ids=name_of)
 def test_the_same_steps(game: dict[str, Any]) -> None:
-    assert_identical(run("computed again", game), run("kept", game))
+    """Above rank 1 up to rounding: what is kept is split into groups in the backward pass, the rest in the step."""
+    ours, theirs = run("computed again", game), run("kept", game)
+    if game["rank"] == 1:
+        assert_identical(ours, theirs)
+    torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-10)
 
 
 def test_the_old_kind_is_right_at_rank_one() -> None:

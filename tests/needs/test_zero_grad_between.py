@@ -56,7 +56,9 @@ def test_between_two_backwards_of_one_graph(game: dict[str, Any], way: str) -> N
 @ways
 @games
 def test_between_two_passes(game: dict[str, Any], way: str) -> None:
-    """A batch that is given up before its step (a loss that is not finite, say)."""
+    """A batch that is given up before its step (a loss that is not finite, say). The one that follows may have been
+    taken for a second part of it when it began: then the step splits it into groups, and not the backward pass.
+    """
     runs = []
     for first in (True, False):
         model, (x, y) = mlp(), batches()[0]
@@ -69,7 +71,9 @@ def test_between_two_passes(game: dict[str, Any], way: str) -> None:
         cross_entropy(model(x), y).backward()
         opt.step()
         runs.append((values(model), state_of(opt)))
-    assert_identical(*runs)
+    torch.testing.assert_close(*runs, rtol=1e-10, atol=1e-12)
+    if game["rank"] == 1:
+        assert_identical(*runs)
 
 
 @games

@@ -8,7 +8,7 @@ the positions at which a sample uses the same weights (pixels of a convolution, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -129,6 +129,16 @@ class Adapter(ABC):
     def prefers_gram(self, call: Call, rank: int) -> bool:
         """Whether :meth:`gram` is cheaper than r explicit gradients."""
         return False
+
+    def product(self, module: nn.Module) -> Callable[..., Tensor] | None:
+        """The function of torch that the layer is: its output is that of ``function(x, weight, bias, …)``. Then
+        autograd's gradients of weight and bias may be taken from :meth:`group_gradients`, whose sum must be exact.
+        """
+        return None
+
+    def pull_back(self, call: Call, weight: Tensor) -> Tensor:
+        """∂L/∂x, in operations that can be differentiated again. Only asked for where there is a :meth:`product`."""
+        raise TypeError(f"{type(self).__name__} has no product")
 
     def kronecker_names(self, module: nn.Module) -> tuple[str, ...]:
         """What one Kronecker block holds: ``("weight", "bias")``, ``("weight",)`` or, if none, ``()``."""

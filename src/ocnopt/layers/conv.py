@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +75,20 @@ class Conv(Affine):
         kernel = module.in_channels // module.groups, *module.kernel_size
         return torch.unflatten(matrix.flatten(-3, -2), -1, kernel)
 
+    def product(self, module: nn.Module) -> Callable[..., Tensor] | None:
+        assert isinstance(module, _ConvNd)
+        # any other padding is an operation of its own
+        plain = module.padding_mode == "zeros" and module.padding != "same"
+        return _CONV[len(module.kernel_size)] if plain else None
+
+    def pull_back(self, call: Call, weight: Tensor) -> Tensor:
+        module = _conv(call)
+        _, padding = _padded(module, call.x)
+        geometry = (module.stride, padding, module.dilation, False, [0] * len(padding), module.groups)
+        wanted = [True, False, False]
+        found: Tensor = torch.ops.aten.convolution_backward(call.h, call.x, weight, None, *geometry, wanted)[0]
+        return found
+
     def refusal(self, module: nn.Module) -> str | None:
         base = next(t for t in type(module).__mro__ if t in _KINDS)
         if getattr(type(module), "_conv_forward", None) is not getattr(base, "_conv_forward", None):
@@ -93,6 +108,9 @@ class ConvTranspose(Conv):
     """
 
     bias_in_block = False
+
+    def product(self, module: nn.Module) -> Callable[..., Tensor] | None:
+        return None
 
     def factors(self, call: Call) -> KroneckerInputs:
         module, (x, h) = _conv(call), outer.operands(call)
@@ -227,7 +245,8 @@ def _weight_gradients(
 
     if groups.rank == 1:
         return gradient(x, h, 1)
-    if _folds(module, math.prod(shape), x.device):
+    positions = math.prod((x if module.transposed else h).shape[2:])
+    if _folds(module, math.prod(shape), groups.batch * positions / groups.rank, x.device):
         return gradient(_folded(groups, x), _folded(groups, h), groups.rank)
     parts = zip(x.split(groups.sizes), h.split(groups.sizes), strict=True)
     return torch.cat([gradient(x_g, h_g, 1) for x_g, h_g in parts])
@@ -238,16 +257,18 @@ def _folded(groups: Groups, x: Tensor) -> Tensor:
     return groups.split(x).transpose(0, 1).flatten(1, 2)
 
 
-def _folds(module: _ConvNd, size: int, device: torch.device) -> bool:
+def _folds(module: _ConvNd, size: int, positions: float, device: torch.device) -> bool:
     """Whether to make the groups of samples channel groups of one convolution, or to take them in turn.
 
-    Measured on a CPU core (float32, 1 to 256 channels, r = 2 to 64): where oneDNN has a kernel for the folded
-    layout (channels of a block in eights, or depthwise) and the weight is small, folding costs little more
-    than one weight gradient and is 1 to 6 times faster than taking the groups in turn; elsewhere it is up to
-    4 times slower. Windows and a batched matrix product were 2 to 6 times slower than the better of the two
-    nearly everywhere. On other devices every call in turn is a kernel launch, so all groups go in one.
+    Measured on a CPU core (float32, 3×3 kernels, 8 to 64 channels, batch 64 and 128, r = 4 to B): where oneDNN has a
+    kernel for the folded layout (channels of a block in eights, or depthwise), the weight is small and a group of so
+    few ``positions`` that a call hardly pays for itself, folding is 1.5 to 4 times faster than taking the groups in
+    turn; elsewhere it is up to 4 times slower. Windows and a batched matrix product were 2 to 6 times slower than the
+    better of the two nearly everywhere. On other devices every call in turn is a launch, so all groups go in one.
     """
     if device.type != "cpu":
         return True
     channels = (module.in_channels // module.groups, module.out_channels // module.groups)
-    return size <= 2**16 and (channels == (1, 1) or all(n % 8 == 0 for n in channels))
+    if channels == (1, 1):
+        return size <= 2**16
+    return size <= 2**14 and size * positions <= 3e6 and all(n % 8 == 0 for n in channels)

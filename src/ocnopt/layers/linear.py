@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -34,6 +35,12 @@ class LinearAdapter(Affine):
 
     def unblock(self, module: nn.Module, matrix: Tensor) -> Tensor:
         return matrix.squeeze(-3)
+
+    def product(self, module: nn.Module) -> Callable[..., Tensor] | None:
+        return F.linear
+
+    def pull_back(self, call: Call, weight: Tensor) -> Tensor:
+        return call.h @ weight
 
     def call_refusal(self, call: Call) -> str | None:
         if call.x.dim() < 2:

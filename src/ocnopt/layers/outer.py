@@ -19,9 +19,9 @@ PIECE = 2**24
 # What passes through them once, on a CPU: it fits into a cache (4 MiB in float32).
 CACHED = 2**20
 
-# An element of an explicit gradient is written once and read a few times, which takes as long as this many of
-# the multiplications of a matrix product (measured on a CPU core: Linear, width 64 to 1024, r = 4 to 64).
-TRAFFIC = 16
+# An element of an explicit gradient is written and read a few times, which takes as long as this many of the
+# multiplications of a matrix product (measured on a CPU core: whole steps, Linear, width 64 to 1024, r = 2 to 64).
+TRAFFIC = 48
 
 
 def operands(call: Call) -> tuple[Tensor, Tensor]:

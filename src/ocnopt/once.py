@@ -1,0 +1,126 @@
+"""The weight gradients of a layer, computed once: group by group for the game, and their sum is what autograd gets.
+
+While such a layer runs, the function that multiplies by its weight is replaced by :class:`Product`, which has the same
+output and the same gradients up to rounding. Where anything is out of the ordinary nothing is replaced: then group
+gradients are computed in the step, from inputs and adjoints on the tape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from ocnopt.backwards import Purpose, purpose
+from ocnopt.groups import Groups
+from ocnopt.layers.base import Adapter, Call, compute_dtype, first_tensor
+from ocnopt.records import Record, Sinks
+
+
+class Product(torch.autograd.Function):
+    """``function(x, weight, bias, …)`` of a layer, whose weight gradient comes group by group."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, watch: Watch, rest: tuple[Any, ...], x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.watch = watch
+        # without a gradient of the input nobody needs the weight: it may be overwritten before the backward pass
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[2] else None)
+        out = watch.function(x, weight, bias, *rest)
+        return out.detach() if out._is_view() else out  # a view made in here could not be overwritten by what follows
+
+    @staticmethod
+    def backward(ctx: Any, h: Tensor) -> tuple[Tensor | None, ...]:
+        watch: Watch = ctx.watch
+        x, weight = ctx.saved_tensors
+        call = Call(watch.record.module, (x,), {}, h)
+        into = None if weight is None else watch.adapter.pull_back(call, weight)
+        found = {} if purpose(watch.record.sinks) is Purpose.OTHER else watch.split(call)
+        return None, None, into, found.get("weight"), found.get("bias")
+
+
+class Watch(TorchFunctionMode):
+    """Active while one layer runs; its product is seen to once."""
+
+    def __init__(self, function: Callable[..., Tensor], record: Record, adapter: Adapter, once: Once) -> None:
+        super().__init__()
+        self.function, self.record, self.adapter, self.once = function, record, adapter, once
+        self.waiting = True
+
+    @_disable_dynamo
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self.waiting and func is self.function and not kwargs and self._is_its_own(*args[:3]):
+            self.waiting = False
+            return Product.apply(self, args[3:], *args[:3])  # type: ignore[no-untyped-call]
+        return func(*args, **(kwargs or {}))
+
+    def _is_its_own(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        own, given = self.record.module._parameters, first_tensor((self.record.args, self.record.kwargs))
+        if weight is not own.get("weight") or bias is not own.get("bias") or given is None or type(x) is not Tensor:
+            return False
+        same = x.data_ptr() == given.data_ptr() and x.shape == given.shape and x.stride() == given.stride()
+        plain = x.dtype == weight.dtype == compute_dtype(x.dtype)
+        rows = x.shape[:1] == (self.record.origin.batch,)
+        call = Call(self.record.module, (x,), {}, x)  # the output stands in for its adjoint, and the input for that
+        return same and plain and rows and self.adapter.call_refusal(call) is None
+
+    def split(self, call: Call) -> dict[str, Tensor]:
+        """The gradients of the parameters. Those of the groups stay with the record."""
+        groups = self.record.origin.groups if self.once.counts(self.record.sinks) else None
+        if groups is None or (self.once.gram and self.adapter.prefers_gram(call, groups.rank)):
+            groups = Groups(call.batch, 1)
+        columns = self.adapter.group_gradients(call, groups)
+        if groups.rank > 1:
+            self.record.keep({name: G.detach() for name, G in columns.items()})
+        return {name: G.sum(0) if groups.rank > 1 else G[0] for name, G in columns.items()}
+
+
+class Once:
+    """Watches the layers of a model, one at a time."""
+
+    def __init__(self, counts: Callable[[Sinks], bool]) -> None:
+        """``counts``: does what the backward pass under way says of these parameters belong to the step?"""
+        self.counts = counts
+        self.adapters: Mapping[str, Adapter] = {}  # by name of module
+        self.gram = False  # may it be that explicit group gradients are of no use to a layer?
+        self._watch: Watch | None = None
+
+    def begin(self, record: Record) -> None:
+        """A layer is about to run."""
+        self.end()
+        adapter = self.adapters.get(record.name)
+        if adapter is None or record.origin.groups is None or record.autocast is not None or _observed():
+            return
+        function = adapter.product(record.module)
+        weight = record.module._parameters.get("weight")
+        if function is None or not isinstance(weight, nn.Parameter) or not weight.requires_grad:
+            return
+        self._watch = Watch(function, record, adapter, self)
+        self._watch.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """It has run, or was interrupted."""
+        watch, self._watch = self._watch, None
+        if watch is None:
+            return
+        watch.waiting = False
+        stack = _get_current_function_mode_stack()
+        if stack and stack[-1] is watch:
+            watch.__exit__(None, None, None)
+
+
+def _observed() -> bool:
+    """Does anybody look at what is saved for the backward pass (activation checkpointing counts it), or differentiate
+    forward?
+    """
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    level: int = forward_ad._current_level
+    return hooks is not None or level >= 0
