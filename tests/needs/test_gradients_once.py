@@ -175,17 +175,28 @@ def test_differentiated_twice(name: str) -> None:
     same_steps(build, train)
 
 
-def test_gradients_of_inputs_alone() -> None:
-    """They are not training: what comes after them is split as if they had not been asked for."""
+def test_what_is_not_training_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of inputs ask nothing of the layers, and a look at gradients after ``backward()`` adds nothing."""
     model = mlp().double()
     opt, x = game(model), samples().requires_grad_()
     value = loss(model(x))
-    torch.autograd.grad(value, x, retain_graph=True)
-    value.backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(LinearAdapter, "group_gradients", None)
+        torch.autograd.grad(value, x, retain_graph=True)
+    value.backward(retain_graph=True)
+    torch.autograd.grad(value, list(model.parameters()))
     assert opt._tape is not None
     for record in opt._tape.records:
         for name, p in record.module.named_parameters():
             torch.testing.assert_close(record.columns[name].sum(0), p.grad)
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"feedback": "off", "curvature": "kronecker"}], ids=str)
+def test_where_groups_are_not_known_or_not_wanted(options: dict[str, Any]) -> None:
+    model = mlp().double()
+    opt = game(model, **options)
+    loss(model(samples())).backward()
+    assert split(opt) == []
 
 
 def test_gradients_of_parameters() -> None:
