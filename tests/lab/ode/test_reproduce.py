@@ -223,7 +223,7 @@ def test_recipes_say_what_the_paper_says(column: Column, tmp_path: Path) -> None
     ocnopt = recipe.grids["ocnopt"].choices
     assert ocnopt["curvature"] == ("kronecker",)
     assert 100 <= ocnopt["refresh_every"][0] <= 250
-    assert "feedback" not in ocnopt  # off is the default where there is a Neural ODE
+    assert ocnopt["feedback"] == ("linear",)  # off is the default where there is a Neural ODE
     full = continuous.recipe_of(column, Bench(tmp_path, "full", solver="implicit_adams"))
     assert full.run.network.options["solver"] == "implicit_adams"
     assert full.grids == recipe.grids
