@@ -51,8 +51,8 @@ class Ocnopt:
         self._app, self._patch = app, monkeypatch
 
     def __call__(self, *arguments: str, code: int = 0) -> Result:
-        # the console keeps the stderr that it found when it was made
-        self._patch.setattr(shared.progress_console, "file", None)
+        # not "file": to put that back would tie the console to the stderr of this test
+        self._patch.setattr(shared.progress_console, "_file", None)
         result = CliRunner().invoke(self._app, list(arguments))
         assert result.exit_code == code, result.output
         return result
