@@ -42,6 +42,7 @@ class Tape:
         self.records: list[Record] = []
         self.folded: Folded | None = None  # what is left of earlier passes
         self.before_pass: Callable[[], None] = lambda: None  # told of a pass while the tape holds others
+        self.trained: Callable[[], set[int]] = lambda: set(map(id, model.parameters()))  # ids, of the optimizer's
         self.order: list[str] = []  # of the last pass that was trained on; until one was, of the last pass
         self.flow: Flow | None = None  # likewise
         self._trained = False  # is it one that was trained on?
@@ -160,6 +161,13 @@ class Tape:
             return Need()
         return self.need() if self._current is None else self._asked
 
+    def _is_lent(self, parameters: list[nn.Parameter]) -> bool:
+        """Does ``functional_call`` run the model with weights of somebody else: tensors that are no parameters, or the
+        parameters of another network?
+        """
+        mine = self.trained()
+        return any(type(p) is Tensor for p in parameters) or not any(id(p) in mine for p in parameters)
+
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._current, self._open, self._counts, self._graph = None, [], {}, []
         self._borrows = False
@@ -168,7 +176,7 @@ class Tape:
         if not need:
             return
         self._asked, parameters = need, list(model.parameters())
-        self._borrows = any(type(p) is Tensor for p in parameters)  # what functional_call lends is no parameter
+        self._borrows = self._is_lent(parameters)
         if self._borrows:
             return
         if all(p.grad is None for p in parameters):

@@ -241,6 +241,7 @@ class OCNOpt(Optimizer):
         modules = {use.module_name: use.called for use in uses}
         self._tape = Tape(self._model, modules, lambda: optimizer._need() if (optimizer := me()) else Need())
         self._tape.before_pass = lambda: optimizer._fold() if (optimizer := me()) else None
+        self._tape.trained = lambda: {id(p) for p in optimizer._parameters} if (optimizer := me()) else set()
         self._tape.summed = lambda: optimizer._summed() if (optimizer := me()) else {}
         self._unhook = weakref.finalize(self, self._tape.remove)
         random = (u for u in uses if u.adapter is not None and u.host is None and u.adapter.needs_rng(u.module))

@@ -110,3 +110,23 @@ def test_beside_a_step_it_leaves_no_trace(
             opt.step()
         runs.append((values(model), state_of(opt)))
     assert_identical(*runs)
+
+
+@pytest.mark.parametrize("order", ["after", "before"])
+@pytest.mark.parametrize("game", SOME_GAMES, ids=name_of)
+def test_a_pass_with_the_parameters_of_another_network_leaves_the_step_alone(game: dict[str, Any], order: str) -> None:
+    """A teacher, or an average of the weights, that has the same code: its parameters get gradients of their own."""
+    runs = []
+    for lends in (False, True):
+        model, other = mlp(), mlp()
+        opt = OCNOpt(model.parameters(), 0.05, model=model, **game)
+        for x, y in batches(3):
+            opt.zero_grad()
+            if lends and order == "before":
+                cross_entropy(functional_call(model, dict(other.named_parameters()), (2 * x,)), y).backward()
+            cross_entropy(model(x), y).backward()
+            if lends and order == "after":
+                cross_entropy(functional_call(model, dict(other.named_parameters()), (2 * x,)), y).backward()
+            opt.step()
+        runs.append((values(model), state_of(opt)))
+    assert_identical(*runs)
