@@ -188,6 +188,13 @@ def test_growth_with_the_rank_is_about_those_that_have_one() -> None:
     assert findings.results == []
 
 
+def test_a_title_tells_the_rank_that_the_batch_allows() -> None:
+    findings = measure(quick(batches=(4, 8), optimizers=("identity-linear-8",), phases=True))
+    titles = [r.title for r in findings.results if r.optimizer == "identity-linear-8"]
+    assert titles == ["OCNOpt identity, linear r=8 (4 at batch 4)", "OCNOpt identity, linear r=8"]
+    assert [b[-1].title for b in findings.breakdowns.values()] == titles
+
+
 def test_peak_memory_is_what_weights_gradients_and_state_take(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = Network("fcn", (8,), 3, {"depth": 3, "width": 1024})
     monkeypatch.setitem(networks.NETWORKS, "fcn", wide)
@@ -225,6 +232,10 @@ def test_running_out_of_memory_is_a_result(monkeypatch: pytest.MonkeyPatch) -> N
         ({"batches": (1,)}, "batch must be at least 2"),
         ({"growth": ("height",)}, "growth must be one of depth, width, batch, rank; got 'height'"),
         ({"growth": ("depth",), "networks": ("cnn",)}, "cnn has no other depth; networks that have: transformer, fcn"),
+        ({"growth": ("rank",), "optimizers": ("adamw",)}, "growth: rank needs an optimizer that has one.*got 'adamw'"),
+        ({"growth": ("depth",), "batches": (8, 16)}, "growth is measured at one batch size; got \\(8, 16\\)"),
+        ({"growth": ("depth",), "phases": True}, "growth is about eager, ordinary steps as a whole: .* got 'phases'"),
+        ({"growth": ("batch",), "optimizers": ("identity-linear-64",)}, "growth: batch begins at 32.*got 'rank 64'"),
         ({"device": "tpu"}, "device must be auto, cpu, cuda or cuda:N"),
         ({"clock": "sundial"}, "clock must be one of wall, process"),
     ],

@@ -46,6 +46,11 @@ def test_memory_is_compared_too() -> None:
     assert ours.peak_mib == 3.0
 
 
+def test_headings_say_what_is_compared() -> None:
+    (table,) = of_comparison(Comparison([result("sgd", [1.0, 1.0]), result("adam", [1.0, 1.0])]))
+    assert table.headings[3:] == ["time × sgd", "time × adam", "MiB", "memory × sgd", "memory × adam"]
+
+
 def test_a_refresh_is_spread_over_a_hundred_steps() -> None:
     at_once = Refresh(110.0)
     assert at_once.amortised(10.0) == pytest.approx(11.0)

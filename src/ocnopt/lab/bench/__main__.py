@@ -27,7 +27,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--inner", type=int, help="steps timed together in a turn")
     parser.add_argument("--clock", choices=list(CLOCKS))
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no round after this time")
-    parser.add_argument("--threads", type=int, help="of the CPU")
+    parser.add_argument("--threads", type=int, help="of the CPU; else torch's own setting")
     parser.add_argument("--precision", choices=["high", "highest"], help="of float32 matrix products on a GPU")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="times only")
     parser.add_argument("--period", action="store_true", help="time each of 100 steps from refresh to refresh")

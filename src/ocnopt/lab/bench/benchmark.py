@@ -83,10 +83,26 @@ class Settings:
         self._require(self.precision in ("high", "highest"), "precision must be high or highest", self.precision)
         cpu = find_device(self.device).type == "cpu"
         self._require(cpu or self.clock == "wall", "clock: process measures the CPU alone, not a device", self.device)
+        if self.growth:
+            self._check_growth()
+
+    def _check_growth(self) -> None:
         for way in self.growth:
             self._require(way in WAYS, f"growth must be one of {', '.join(WAYS)}", way)
             for name in self.networks:
                 sizes_of(way, name, self.batches[0])
+        ignored = [name for name in ("graphed", "period", "phases") if getattr(self, name)]
+        self._require(not ignored, "growth is about eager, ordinary steps as a whole: leave out", ", ".join(ignored))
+        self._require(len(set(self.batches)) == 1, "growth is measured at one batch size", self.batches)
+        ranks = [c.rank for c in choose(self.optimizers)[0] if c.rank is not None]
+        if "rank" in self.growth:
+            rule = "growth: rank needs an optimizer that has one, such as identity-nonlinear-1"
+            self._require(bool(ranks), rule, ", ".join(self.optimizers))
+        if "batch" in self.growth:
+            largest = max((rank for rank in ranks if rank != "full"), key=int, default="1")
+            smallest = sizes_of("batch", self.networks[0], self.batches[0])[0]
+            rule = f"growth: batch begins at {smallest}, and no rank is larger than the batch"
+            self._require(int(largest) <= smallest, rule, f"rank {largest}")
 
     @staticmethod
     def _require(fine: bool, rule: str, value: object) -> None:
@@ -156,12 +172,14 @@ def measure(settings: Settings, tell: Tell = lambda line: None) -> Findings:
             for way in settings.growth:
                 setup, turns = Setup(find_network(name), settings.batches[0], device), settings.turns(device)
                 sizes = sizes_of(way, name, setup.batch)
-                findings.growth.append(grow(way, name, contenders, setup, turns, tell, sizes))
+                fitting = [contender.at(setup.batch) for contender in contenders] if way != "batch" else contenders
+                findings.growth.append(grow(way, name, fitting, setup, turns, tell, sizes))
             for batch in () if settings.growth else settings.batches:
                 setup = Setup(find_network(name), batch, device)
-                findings.results += compare(name, contenders, setup, settings, tell)
+                fitting = [contender.at(batch) for contender in contenders]
+                findings.results += compare(name, fitting, setup, settings, tell)
                 if settings.phases:
-                    findings.breakdowns[name, batch] = break_down(contenders, setup, settings.rounds)
+                    findings.breakdowns[name, batch] = break_down(fitting, setup, settings.rounds)
                     tell(f"{name}, batch {batch}: phases")
     return findings
 

@@ -10,7 +10,7 @@ import difflib
 import importlib.util
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import Any
@@ -64,11 +64,22 @@ class Contender:
             f"{self.title} is left out: it comes from the package {self.package.replace('_', '-')}, not installed here"
         )
 
+    @property
+    def rank(self) -> str | None:
+        """A number or ``full``; ``None`` where there is no rank."""
+        return None if self.game is None or self.game[1] == "off" else self.game[2]
+
     def with_rank(self, rank: int) -> Contender | None:
         """The same game at another rank, or ``None`` where there is no rank."""
-        if self.game is None or self.game[1] == "off":
+        if self.game is None or self.rank is None:
             return None
         return _game(self.game[0], self.game[1], str(rank))
+
+    def at(self, batch: int) -> Contender:
+        """With a title that tells the rank it has there: none is larger than the batch."""
+        if self.rank in (None, "full") or int(self.rank) <= batch:
+            return self
+        return replace(self, title=f"{self.title} ({batch} at batch {batch})")
 
 
 def set_interval(optimizer: AnyOptimizer, option: str, steps: int) -> None:

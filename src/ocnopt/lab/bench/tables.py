@@ -33,7 +33,8 @@ def of_comparison(comparison: Comparison) -> list[Table]:
     results = comparison.results
     title = f"{results[0].network}, batch {results[0].batch}"
     to = [name for name in ("sgd", "adam", "sgd, eager") if any(name in comparison.ratios(r) for r in results)]
-    headings = ["optimizer", "ms", "quartiles", *(f"× {name}" for name in to), "MiB", "× sgd", "× adam"]
+    headings = ["optimizer", "ms", "quartiles", *(f"time × {name}" for name in to), "MiB"]
+    headings += ["memory × sgd", "memory × adam"]
     rows = [[result.label, *_times(comparison, result, to), *_memory(comparison, result)] for result in results]
     why = {result.reason: result.label for result in reversed(results) if result.reason is not None}
     notes = [f"{label} is not in a graph: {reason}." for reason, label in why.items()]

@@ -74,7 +74,7 @@ def command(
     graphed: Annotated[bool, typer.Option("--graphed", help="Whole steps in CUDA graphs.")] = False,
     rounds: Annotated[int, typer.Option(help="Turns of each optimizer.")] = DEFAULTS.rounds,
     inner: Annotated[int | None, typer.Option(help="Steps timed in one.", show_default="1; on a GPU, 20")] = None,
-    threads: Annotated[int | None, typer.Option(help="Of the CPU.", show_default="one per core")] = None,
+    threads: Annotated[int | None, typer.Option(help="Of the CPU.", show_default="torch's own setting")] = None,
     budget: Annotated[
         float, typer.Option(help="Seconds after which no round begins.", show_default="as many as it takes")
     ] = DEFAULTS.budget,
