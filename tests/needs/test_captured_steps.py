@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from tests.toys import backward, batches, mlp, state_of, train
+from tests.toys import assert_identical, backward, batches, mlp, state_of, train, values
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -297,3 +297,33 @@ def test_reports_are_those_of_the_last_replay() -> None:
         part.K.mul_(2)
     wheels.tick()
     assert [row.trace for row in opt.diagnostics.layers] == pytest.approx([2 * row.trace for row in first])
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize("bad", [(), (5,), (7, 8)])
+def test_a_refresh_beforehand_is_that_of_the_step(rank: int, bad: tuple[int, ...]) -> None:
+    """Whoever asks before it, and after it, is told of the same looks."""
+    (model, opt), (other, theirs) = (
+        make(curvature="kronecker", refresh_every=20, factor_every=5, rank=rank) for _ in range(2)
+    )
+    for i, (x, y) in enumerate(batches(24)):
+        batch = (x * torch.nan, y) if i in bad else (x, y)
+        train(model, opt, [batch])
+        with torch.no_grad():
+            clockwork.catch_up(theirs)
+        train(other, theirs, [batch])
+        assert_identical(values(model), values(other))
+        assert_identical(state_of(opt), state_of(theirs))
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_looks_where_they_are_rare(rank: int) -> None:
+    model, opt = make(curvature="kronecker", refresh_every=20, factor_every=5, rank=rank)
+    factor, looks = None, []
+    for step, batch in enumerate(batches(18), start=1):
+        train(model, opt, [batch])
+        now = opt.state[model[0][0].weight]["input_factor"]
+        if factor is None or not torch.equal(now, factor):
+            looks.append(step)
+        factor = now.clone()
+    assert looks == [1, 2, 3, 4, 6, 9, 13, 18]

@@ -141,11 +141,12 @@ class Layer:
 
     def has_learned(self) -> bool:
         """How many of the steps since the last refresh have counted? Only the device knows."""
-        every = self._every
-        age: int = int(self.state["statistics"]) - self.state.get("refreshed_at", -every)
-        if "input_basis" not in self.state or age >= every:
+        if "input_basis" not in self.state:
             return True
-        self.state["since_refresh"] = age
+        found = _caught_up(self.state, self.player.group, self.player.inside)
+        if "refreshed_at" in found:
+            return True
+        self.state.update(found)
         return False
 
     def average(self, average: Tensor, value: Tensor) -> None:
@@ -212,8 +213,10 @@ class Kronecker(Curvature):
     def due(self, state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -> bool:
         if self.refreshes(state, group, inside):
             return True
-        if self.overdue(state, group, inside):  # then the step begins with a refresh
-            return not inside and group["factor_every"] == 1
+        if not inside and group["factor_every"] == 1:
+            return True
+        if self.overdue(state, group, inside):  # then the step begins with a refresh, and looks as it does after that
+            state = {**state, **_caught_up(state, group, inside)}
         steps: int = state["since_refresh"] + 1
         return steps >= interval(state, group, inside) or (not inside and steps % group["factor_every"] == 0)
 
@@ -302,6 +305,14 @@ def interval(state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -
         every = min(every, max(1, state.get("refreshed_at", 0) // 2))
     early: int = state.get("early", 0)
     return max(1, every - max(0, early))
+
+
+def _caught_up(state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -> dict[str, int]:
+    """What a refresh makes of the counters, if it is due: only the device knows how many steps have counted."""
+    every = interval(state, group, inside)
+    counted = int(state["statistics"])
+    age: int = counted - state.get("refreshed_at", -every)
+    return {"since_refresh": age} if age < every else {"since_refresh": 0, "refreshed_at": counted, "early": 0}
 
 
 def _at_once(state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -> bool:
