@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import math
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,9 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from ocnopt.curvature.kronecker import Kronecker
 from ocnopt.lab import models
-from ocnopt.lab.bench import Settings, benchmark, breakdown, contenders, inside, measure, networks
+from ocnopt.lab.bench import Settings, benchmark, breakdown, contenders, inside, measure, networks, timing
 from ocnopt.lab.bench.__main__ import main
 from ocnopt.lab.bench.contenders import CONTENDERS, REFRESH, USUAL, choose, find
 from ocnopt.lab.bench.growth import WAYS, sizes_of
@@ -55,7 +58,6 @@ def test_every_contender_takes_steps_and_refreshes_when_asked(name: str) -> None
     training.step()
     if training.contender.interval is not None:
         training.refresh()
-    training.resume_refreshes()
     training.step()
     assert any(not torch.equal(a, b) for a, b in zip(before, training.model.parameters(), strict=True))
 
@@ -166,15 +168,53 @@ def test_a_whole_period_is_timed_step_by_step() -> None:
     assert row.refresh.refresh_ms == max(row.refresh.period_ms)
 
 
+def test_in_a_period_layers_are_refreshed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    refreshed, by_step = [0], list[int]()
+    refresh, timed = Kronecker._refresh, benchmark.timed
+
+    def counted(self: Kronecker, layers: Any, *rest: Any) -> int:
+        refreshed[0] += len(layers)
+        return refresh(self, layers, *rest)
+
+    def watched(work: Any, *rest: Any) -> float:
+        before, ms = refreshed[0], timed(work, *rest)
+        by_step.append(refreshed[0] - before)
+        return ms
+
+    monkeypatch.setattr(Kronecker, "_refresh", counted)
+    monkeypatch.setattr(benchmark, "timed", watched)
+    measure(quick(optimizers=("kronecker-off",), period=True, rounds=REFRESH))
+    period = by_step[-REFRESH:]
+    assert max(period) == 1
+    assert sum(period) == 3  # every layer once
+
+
+@pytest.mark.parametrize("period", [True, False])
+def test_all_times_are_of_one_clock(monkeypatch: pytest.MonkeyPatch, period: bool) -> None:
+    ticks = itertools.count()
+    monkeypatch.setitem(timing.CLOCKS, "process", lambda: float(next(ticks)))
+    findings = measure(quick(optimizers=("kronecker-off",), clock="process", period=period, phases=True))
+    row, phases = findings.results[-1], next(iter(findings.breakdowns.values()))[-1]
+    assert row.refresh is not None
+    assert {*row.rounds_ms, row.first_ms, row.refresh.refresh_ms} == {1e3}
+    assert phases.total % 1e3 == 0 < phases.total
+
+
 def test_graphs_beside_eager_baselines() -> None:
-    findings = measure(quick(optimizers=("identity-linear-1", "muon"), graphed=True))
+    findings = measure(quick(optimizers=("identity-linear-1", "muon", "ekfac"), graphed=True))
     assert [(r.optimizer, r.graphed) for r in findings.results] == [
-        ("sgd", False), ("sgd", True), ("adam", False), ("adam", True), ("identity-linear-1", True), ("muon", True)
+        ("sgd", False), ("sgd", True), ("adam", False), ("adam", True), ("identity-linear-1", True), ("muon", False),
+        ("ekfac", False),
     ]  # fmt: skip
     reasons = [r.reason for r in findings.results]
     assert "graphs are a matter of CUDA" in (reasons[1] or "")
     assert reasons[0] is None
-    assert reasons[-1] == "it is two optimizers, and a graph is about one"
+    assert reasons[-2:] == [
+        "it is two optimizers, and a graph is about one",
+        "it counts its steps in Python, to know when a refresh is due",
+    ]
+    times, _ = findings.tables()
+    assert "EKFAC is not in a graph: it counts its steps in Python, to know when a refresh is due." in times.notes
 
 
 def test_growth_with_the_rank_is_about_those_that_have_one() -> None:
@@ -206,18 +246,39 @@ def test_peak_memory_is_what_weights_gradients_and_state_take(monkeypatch: pytes
     assert (adam - sgd) / weights == pytest.approx(1.0, abs=0.4)
 
 
-def test_running_out_of_memory_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Training.step
+def allow(monkeypatch: pytest.MonkeyPatch, steps: dict[str, int]) -> None:
+    """Contenders run out of memory after so many steps."""
+    step, taken = Training.step, Counter[Training]()
 
     def limited(self: Training) -> None:
-        if self.contender.name == "adam":
+        taken[self] += 1
+        if taken[self] > steps.get(self.contender.name, 10**9):
             raise torch.OutOfMemoryError("too much")
         step(self)
 
     monkeypatch.setattr(Training, "step", limited)
+
+
+@pytest.mark.parametrize("steps", [0, 5], ids=["at once", "in the rounds"])
+def test_running_out_of_memory_is_a_result(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    allow(monkeypatch, {"adam": steps})
     findings = measure(quick(optimizers=("sgd",)))
     assert [r.error for r in findings.results] == [None, "out of memory"]
     assert "Adam (fused): out of memory." in findings.tables()[0].notes
+
+
+def test_everybody_may_run_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    allow(monkeypatch, {"sgd": 0, "adam": 0})
+    findings = measure(quick(optimizers=("sgd",), phases=True))
+    assert [r.error for r in findings.results] == ["out of memory"] * 2
+    assert {cell for row in findings.tables()[1].rows for cell in row[1:]} == {"–"}
+
+
+def test_phases_of_the_others_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    allow(monkeypatch, {"adam": 0})
+    _, phases = measure(quick(optimizers=("sgd",), phases=True)).tables()
+    assert "–" not in phases.rows[0]
+    assert set(phases.rows[1][1:]) == {"–"}
 
 
 # --- commands ---

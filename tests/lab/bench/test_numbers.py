@@ -115,6 +115,7 @@ def test_turns_rotate_and_end_with_the_budget() -> None:
     found = Turns(rounds=3).take(works, CPU)
     assert "".join(order) == "abcbcacab"
     assert {len(times) for times in found.values()} == {3}
+    assert Turns(rounds=3).take({}, CPU) == {}
     assert len(Turns(rounds=9, budget=0.0).take(works, CPU)["a"]) == 2  # one has no spread
 
 

@@ -28,6 +28,9 @@ from ocnopt.lab.schema import ConfigError
 from ocnopt.lab.world import find_device
 
 Tell = Callable[[str], None]
+Clock = Callable[[], float]
+
+OUT_OF_MEMORY = "out of memory"
 
 #: of a figure that names none
 BATCHES = {"cpu": (32, 64, 128, 256), "cuda": (32, 64, 128, 256, 512, 1024)}
@@ -179,7 +182,8 @@ def measure(settings: Settings, tell: Tell = lambda line: None) -> Findings:
                 fitting = [contender.at(batch) for contender in contenders]
                 findings.results += compare(name, fitting, setup, settings, tell)
                 if settings.phases:
-                    findings.breakdowns[name, batch] = break_down(fitting, setup, settings.rounds)
+                    clock = CLOCKS[settings.clock]
+                    findings.breakdowns[name, batch] = break_down(fitting, setup, settings.rounds, clock)
                     tell(f"{name}, batch {batch}: phases")
     return findings
 
@@ -192,51 +196,73 @@ class Entry:
     graphed: bool
     peak_bytes: int | None = None
     first_ms: float = math.nan
+    refresh: Refresh | None = None
     training: Training | None = None  #: ready to be timed
     error: str | None = None
 
-    def prepare(self, setup: Setup, memory: bool) -> None:
+    @property
+    def in_graph(self) -> bool:
+        return self.graphed and self.contender.why_eager is None
+
+    def prepare(self, setup: Setup, settings: Settings) -> None:
+        clock = CLOCKS[settings.clock]
         try:
-            self.peak_bytes = peak_memory(self.contender, setup, self.graphed) if memory else None
+            self.peak_bytes = peak_memory(self.contender, setup, self.graphed) if settings.memory else None
             training = setup.build(self.contender, self.graphed)
-            self.first_ms = timed(training.step, 1, setup.device)
-            timed(training.step, training.warm_up, setup.device)
+            self.first_ms = timed(training.step, 1, setup.device, clock)
+            training.take(training.warm_up)
+            if self.contender.interval is not None and (settings.period or settings.graphed):
+                self.refresh = period_of(training, clock)
         except torch.OutOfMemoryError:
-            self.error = "out of memory"
+            self.error = OUT_OF_MEMORY
             return
         training.pause_refreshes()
         self.training = training
 
-    def result(self, network: str, batch: int, rounds_ms: list[float], period: bool) -> Result:
+    def finish(self, settings: Settings) -> None:
+        """After the rounds: a refresh of everything at once, unless a whole period was timed before them."""
+        if self.training is None or self.contender.interval is None or self.refresh is not None:
+            return
+        try:
+            self.refresh = refresh_at_once(self.training, CLOCKS[settings.clock])
+        except torch.OutOfMemoryError:
+            self.error = OUT_OF_MEMORY
+
+    def result(self, network: str, batch: int, rounds_ms: list[float]) -> Result:
         result = Result(
             network,
             batch,
             self.contender.name,
             self.contender.title,
-            self.graphed,
+            self.in_graph,
             rounds_ms,
             self.first_ms,
             self.peak_bytes,
             error=self.error,
         )
-        if self.training is None:
+        if self.training is None or self.error is not None:
             return result
-        graph, refresh = self.training.graph, refreshes_of(self.training, period)
+        graph = self.training.graph
         captures = 0 if graph is None else graph.captures
-        return replace(result, refresh=refresh, captures=captures, reason=self.training.reason)
+        return replace(result, refresh=self.refresh, captures=captures, reason=self.training.reason)
 
 
 def compare(network: str, contenders: list[Contender], setup: Setup, settings: Settings, tell: Tell) -> list[Result]:
     """All contenders on one batch of one network, in turns."""
     entries = [Entry(c, graphed) for c in contenders for graphed in _kinds(c, settings.graphed)]
     for entry in entries:
-        entry.prepare(setup, settings.memory)
-        how = ", graphed" if entry.graphed else ""
+        entry.prepare(setup, settings)
+        how = ", graphed" if entry.in_graph else ""
         tell(f"{network}, batch {setup.batch}: {entry.contender.title}{how}: {entry.error or 'ready'}")
     works = {i: entry.training.step for i, entry in enumerate(entries) if entry.training is not None}
     rounds = settings.turns(setup.device).take(works, setup.device)
+    for i, entry in enumerate(entries):
+        if i in rounds:
+            entry.finish(settings)
+        else:
+            entry.error = OUT_OF_MEMORY
     tell(f"{network}, batch {setup.batch}: timed")
-    return [e.result(network, setup.batch, rounds.get(i, []), settings.period) for i, e in enumerate(entries)]
+    return [entry.result(network, setup.batch, rounds.get(i, [])) for i, entry in enumerate(entries)]
 
 
 def _kinds(contender: Contender, graphed: bool) -> tuple[bool, ...]:
@@ -244,17 +270,19 @@ def _kinds(contender: Contender, graphed: bool) -> tuple[bool, ...]:
     return (False, True) if graphed and contender.name in BASELINES else (graphed,)
 
 
-def refreshes_of(training: Training, period: bool) -> Refresh | None:
-    """What refreshes cost. A graph would be captured anew if an option changed, so there a whole period is timed."""
-    if training.contender.interval is None:
-        return None
-    if period or training.graph is not None:
-        training.resume_refreshes()
-        single = [timed(training.step, 1, training.device) for _ in range(REFRESH)]
-        return Refresh(max(single), single)
+def period_of(training: Training, clock: Clock) -> Refresh:
+    """A whole period, step by step. Refreshes have their turns as long as they are not paused: whatever is put off
+    comes all at once afterwards, and together ever after. One period goes before, in which graphs are captured.
+    """
+    training.take(REFRESH)
+    single = [timed(training.step, 1, training.device, clock) for _ in range(REFRESH)]
+    return Refresh(max(single), single)
+
+
+def refresh_at_once(training: Training, clock: Clock) -> Refresh:
     times = []
     for _ in range(3):
-        times.append(timed(training.refresh, 1, training.device))
+        times.append(timed(training.refresh, 1, training.device, clock))
         training.step()
     return Refresh(statistics.median(times))
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import torch
 
 from ocnopt import phases
 from ocnopt.lab.bench.contenders import CONTENDERS, Contender
-from ocnopt.lab.bench.timing import wait
+from ocnopt.lab.bench.timing import rotated, wait
 from ocnopt.lab.bench.training import Setup, Training
 
 _FORWARD, _BACKWARD, _STEP = phases.Phase("forward"), phases.Phase("backward"), phases.Phase("step")
@@ -24,9 +26,9 @@ PHASES = ("forward", "backward", "capture", "gradients", "curvature", "bellman",
 class Stopwatch:
     """A listener to phases: milliseconds in each, without those of phases inside it."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self.ms: dict[str, float] = defaultdict(float)
-        self._device = device
+        self._device, self._clock = device, clock
         self._open: list[str] = []
         self._since = 0.0
 
@@ -41,15 +43,15 @@ class Stopwatch:
     def _book(self) -> None:
         """Whatever is underway gets the time since the last change."""
         wait(self._device)
-        now = time.perf_counter()
+        now = self._clock()
         if self._open:
             self.ms[self._open[-1]] += 1e3 * (now - self._since)
         self._since = now
 
 
-def stopped_step(training: Training) -> dict[str, float]:
+def stopped_step(training: Training, clock: Callable[[], float] = time.perf_counter) -> dict[str, float]:
     """Milliseconds by phase of one eager step."""
-    watch = Stopwatch(training.device)
+    watch = Stopwatch(training.device, clock)
     with phases.told(watch), _STEP:
         training.optimizer.zero_grad()
         with _FORWARD:
@@ -91,20 +93,28 @@ def against(bare: dict[str, float], ours: dict[str, float]) -> dict[str, float]:
     return {**ours, "forward": bare["forward"], "backward": bare["backward"], "capture": extra}
 
 
-def break_down(contenders: Sequence[Contender], setup: Setup, rounds: int) -> list[Breakdown]:
-    """Eager, ordinary steps of all contenders, which take turns."""
+def break_down(
+    contenders: Sequence[Contender], setup: Setup, rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> list[Breakdown]:
+    """Eager, ordinary steps of all contenders, which take turns. Who runs out of memory has no numbers."""
     bare = CONTENDERS["sgd"]  # hooks nothing
     every = {c.name: c for c in (bare, *contenders)}
-    trainings = {name: setup.build(contender) for name, contender in every.items()}
-    for training in trainings.values():
-        for _ in range(training.warm_up):
-            training.step()
-        training.pause_refreshes()
+    trainings: dict[str, Training] = {}
+    for name, contender in every.items():
+        with suppress(torch.OutOfMemoryError):
+            training = setup.build(contender)
+            training.take(training.warm_up)
+            training.pause_refreshes()
+            trainings[name] = training
     steps: dict[str, list[dict[str, float]]] = {name: [] for name in trainings}
-    names = list(trainings)
     for turn in range(rounds):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
-            steps[name].append(stopped_step(trainings[name]))
+        for name in rotated(list(steps), turn):
+            try:
+                steps[name].append(stopped_step(trainings[name], clock))
+            except torch.OutOfMemoryError:
+                del steps[name], trainings[name]
+    nothing = dict.fromkeys(PHASES, math.nan)
     found = {name: middle(theirs) for name, theirs in steps.items()}
-    return [Breakdown(c.name, c.title, against(found[bare.name], found[c.name])) for c in contenders]
+    first = found.get(bare.name, nothing)
+    ms = {c.name: against(first, found[c.name]) if c.name in found else nothing for c in contenders}
+    return [Breakdown(c.name, c.title, ms[c.name]) for c in contenders]

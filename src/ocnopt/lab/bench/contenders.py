@@ -45,6 +45,7 @@ class Contender:
         make: builds it.
         interval: its option that says how many steps there are from one refresh to the next, if it has any.
         package: what it comes from, where that is not torch.
+        why_eager: why no CUDA graph can make its steps, if that is so.
         game: curvature, feedback and rank, of OCNOpt.
     """
 
@@ -54,6 +55,7 @@ class Contender:
     interval: str | None = None
     package: str | None = None
     game: tuple[str, str, str] | None = None
+    why_eager: str | None = None
 
     @property
     def why_missing(self) -> str | None:
@@ -135,19 +137,22 @@ def _game(curvature: str, feedback: str, rank: str) -> Contender:
     return Contender(name, title, make, interval, game=(curvature, feedback, rank))
 
 
+_COUNTS = "it counts its steps in Python, to know when a refresh is due"
+
 _OTHERS = (
     Contender("sgd", "SGD", _sgd),
     Contender("sgd-again", "SGD again", _sgd),  # shows the noise
     Contender("adam", "Adam (fused)", _adam),
     Contender("adamw", "AdamW", _adamw),
-    Contender("muon", "Muon + AdamW", _muon),
-    Contender("ekfac", "EKFAC", _ekfac, "refresh_every"),
+    Contender("muon", "Muon + AdamW", _muon, why_eager="it is two optimizers, and a graph is about one"),
+    Contender("ekfac", "EKFAC", _ekfac, "refresh_every", why_eager=_COUNTS),
     Contender(
         "soap",
         "SOAP",
         _elsewhere("pytorch_optimizer", "SOAP", precondition_frequency=REFRESH),
         "precondition_frequency",
         "pytorch_optimizer",
+        why_eager=_COUNTS,
     ),
     Contender(
         "shampoo",
@@ -155,6 +160,7 @@ _OTHERS = (
         _elsewhere("pytorch_optimizer", "Shampoo", preconditioning_compute_steps=REFRESH),
         "preconditioning_compute_steps",
         "pytorch_optimizer",
+        why_eager=_COUNTS,
     ),
 )
 _GAMES = [

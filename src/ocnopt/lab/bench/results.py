@@ -87,7 +87,7 @@ class Comparison:
         return {name: ratio(result.rounds_ms, base.rounds_ms) for name, base in to.items() if base is not None}
 
     def amortised_to_ekfac(self, result: Result) -> float | None:
-        ekfac = self.find("ekfac", result.graphed)
+        ekfac = self.find("ekfac", graphed=False)  # there is no other
         return None if ekfac is None or result.refresh is None else result.amortised / ekfac.amortised
 
     def memory_ratios(self, result: Result) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -78,7 +79,7 @@ def _of_refreshes(title: str, comparison: Comparison, results: Sequence[Result])
 
 
 def of_breakdowns(title: str, breakdowns: Sequence[Breakdown]) -> Table:
-    rows = [[b.title, *(f"{b.ms[name]:.2f}" for name in PHASES), f"{b.total:.2f}"] for b in breakdowns]
+    rows = [[b.title, *(_ms(b.ms[name]) for name in PHASES), _ms(b.total)] for b in breakdowns]
     return Table(f"{title}: ms by phase of an eager, ordinary step", ["optimizer", *PHASES, "sum"], rows)
 
 
@@ -89,6 +90,10 @@ def of_growth(growths: Sequence[Growth]) -> Table:
     headings = ["ms", *(f"{first.way} {size}" for size in first.sizes), "step ~", "own part ~"]
     note = f"n is the {first.way}; the own part is a step without forward and backward."
     return Table(f"{first.network}: growth with the {first.way}", headings, rows, [note])
+
+
+def _ms(number: float) -> str:
+    return NOTHING if math.isnan(number) else f"{number:.2f}"
 
 
 def _power(power: Power | None) -> str:

@@ -50,6 +50,12 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
     return Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
+def rotated(names: Sequence[K], turn: int) -> list[K]:
+    """A B C, B C A, …: nobody always follows the same neighbour."""
+    shift = turn % max(1, len(names))
+    return [*names[shift:], *names[:shift]]
+
+
 @dataclass(frozen=True)
 class Turns:
     """How contenders take turns: ``rounds`` of ``inner`` steps each, no round begun after ``budget`` seconds."""
@@ -60,13 +66,15 @@ class Turns:
     budget: float = math.inf
 
     def take(self, works: Mapping[K, Work], device: torch.device) -> dict[K, list[float]]:
-        """Milliseconds of one call, for each round: A B C, B C A, …: nobody always follows the same neighbour."""
-        names, found = list(works), {name: list[float]() for name in works}
+        """Milliseconds of one call, for each round. Whoever runs out of memory is left out."""
+        found = {name: list[float]() for name in works}
         deadline = time.monotonic() + self.budget
         for turn in range(self.rounds):
             if turn >= 2 and time.monotonic() > deadline:  # two rounds at least: one has no spread
                 break
-            shift = turn % len(names)
-            for name in names[shift:] + names[:shift]:
-                found[name].append(timed(works[name], self.inner, device, CLOCKS[self.clock]))
+            for name in rotated(list(found), turn):
+                try:
+                    found[name].append(timed(works[name], self.inner, device, CLOCKS[self.clock]))
+                except torch.OutOfMemoryError:
+                    del found[name]
         return found

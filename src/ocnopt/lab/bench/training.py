@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ocnopt import GraphedStep, graphed_step
-from ocnopt.lab.bench.contenders import CONTENDERS, REFRESH, Contender, set_interval
+from ocnopt.lab.bench.contenders import CONTENDERS, Contender, set_interval
 from ocnopt.lab.bench.networks import Network, loss_of
 
 #: eager steps before any is timed, and steps after which a graph is there
@@ -48,11 +48,12 @@ class Training:
         self.optimizer = contender.make(self.model, graphed and setup.device.type == "cuda")
         self.graph: GraphedStep | None = None
         self.reason: str | None = None
-        if graphed and isinstance(self.optimizer, Optimizer):
+        if graphed and contender.why_eager is None:
+            assert isinstance(self.optimizer, Optimizer)
             with silent():
                 self.graph = graphed_step(self.model, loss_of, self.optimizer, self.batch)
         elif graphed:
-            self.reason = "it is two optimizers, and a graph is about one"
+            self.reason = contender.why_eager
 
     @property
     def warm_up(self) -> int:
@@ -74,14 +75,14 @@ class Training:
         self.gradient()
         self.optimizer.step()
 
+    def take(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
     def pause_refreshes(self) -> None:
         """Ordinary steps only from here on, where that can be had: a graph is captured anew when an option changes."""
         if self.contender.interval is not None and self.graph is None:
             set_interval(self.optimizer, self.contender.interval, _NEVER)
-
-    def resume_refreshes(self) -> None:
-        if self.contender.interval is not None and self.graph is None:
-            set_interval(self.optimizer, self.contender.interval, REFRESH)
 
     def refresh(self) -> None:
         """One step, in which everything that is refreshed now and then is; then pause."""
