@@ -85,10 +85,11 @@ class OCNOpt(Optimizer):
         maximize: climb instead of descending.
         decay, eps, bias_correction: of the adaptive curvature. ``bias_correction`` also corrects an averaged momentum.
         damping, factor_decay, factor_every, refresh_every, ekfac: of the Kronecker curvature: λ, memory of the factors
-            from one look at the layers to the next, steps between two looks, steps between two eigendecompositions, and
-            whether eigenvalues are measured in the eigenbasis (EKFAC). Layers inside a Neural ODE are looked at for a
-            refresh only. Layers take turns: all get a basis at the first step, and the next within ``refresh_every``
-            steps. Where looks are rare the first ones follow each other quickly, at steps 1, 2, 3, 4, 6, 9, …
+            from one look at the layers to the next, steps between two looks, steps between two eigendecompositions
+            (outside a Neural ODE rounded up to a multiple of ``factor_every``), and whether eigenvalues are measured in
+            the eigenbasis (EKFAC). Layers inside a Neural ODE are looked at for a refresh only. Layers take turns: all
+            get a basis at the first step, and the next within ``refresh_every`` steps. Where looks are rare the first
+            ones follow each other quickly, at steps 1, 2, 3, 4, 6, 9, …
     """
 
     def __init__(

@@ -11,7 +11,7 @@ import torch
 from tests.toys import assert_identical, batches, mlp, state_of, train, values
 from torch import nn
 
-from ocnopt import OCNOpt
+from ocnopt import OCNOpt, clockwork
 from ocnopt.curvature import eigen
 from ocnopt.curvature.kronecker import stagger
 
@@ -50,6 +50,43 @@ def test_in_turn_where_looks_are_rare() -> None:
     assert len({steps[-1] % 6 for steps in found}) == len(found)
     for steps in found:
         assert all(b - a == 6 for a, b in pairwise(steps[-4:]))
+
+
+@pytest.mark.parametrize(("every", "unit"), [(6, 2), (7, 3), (2, 5)])
+def test_all_layers_are_looked_at_in_the_same_steps(every: int, unit: int) -> None:
+    """A refresh waits for the next look, so that it needs none of its own: then steps are of two kinds."""
+    model = mlp()
+    opt = OCNOpt(model.parameters(), 1e-3, model=model, curvature="kronecker", refresh_every=every, factor_every=unit)
+    data = batches(90)
+    train(model, opt, data[:50])
+    looks = []
+    for batch in data[50:]:
+        kind = clockwork.kind(opt)
+        assert len(set(kind)) == 1
+        looks.append(kind[0])
+        train(model, opt, [batch])
+    at = [i for i, look in enumerate(looks) if look]
+    assert all(b - a == unit for a, b in pairwise(at))
+    assert len(at) == pytest.approx(40 / unit, abs=1)
+
+
+@pytest.mark.parametrize("unit", [1, 2])
+@pytest.mark.parametrize("before", [1, 6, 100])
+def test_layers_in_step_get_out_of_it(before: int, unit: int) -> None:
+    """Of a checkpoint that knows no turns, or after another ``refresh_every``."""
+    model = mlp()
+    opt = OCNOpt(model.parameters(), 1e-3, model=model, curvature="kronecker", refresh_every=before, factor_every=unit)
+    train(model, opt, batches(40))
+    weights = [layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)]
+    for w in weights:
+        count = int(opt.state[w]["statistics"])
+        opt.state[w].update(refreshed_at=count, since_refresh=0)
+        opt.state[w].pop("early")
+    opt.param_groups[0]["refresh_every"] = 6
+    found = [steps[-4:] for steps in refreshes(model, opt, 40)]
+    assert len({steps[-1] % 6 for steps in found}) == len(found)
+    for steps in found:
+        assert all(b - a == 6 for a, b in pairwise(steps))
 
 
 @pytest.mark.parametrize(

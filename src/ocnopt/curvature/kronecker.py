@@ -32,9 +32,6 @@ _STATE = (
     "input_basis", "output_basis", "eigenvalues",
 )  # fmt: skip
 
-#: ``early`` of a layer that has not had a basis that is to last
-_NOT_YET = -1
-
 
 @dataclass
 class KroneckerBlock:
@@ -122,7 +119,6 @@ class Layer:
         self.state["input_factor"], self.state["output_factor"] = like.new_zeros(g, a, a), like.new_zeros(g, c, c)
         self.state["statistics"] = like.new_zeros(())  # how many are in the factors
         self.state["since_refresh"] = 0
-        self.state["early"] = _NOT_YET
 
     def rehearse(self, bucket: Bucket) -> None:
         """State without any statistics: the first look at the layer finds all of it out of date."""
@@ -162,16 +158,17 @@ class Layer:
                 self.state[key] = value
 
     def rest(self, peers: Sequence[Player]) -> None:
-        """There is a new basis. The first that is to last comes early to an end, each layer's at another time: from
-        then on the refreshes of a network are spread over the steps.
+        """There is a new basis. One that would last comes early to an end if its layer is refreshed at another time
+        than its turn: each has one of its own, so that the refreshes of a network are spread over the steps.
         """
         state, group, inside = self.state, self.player.group, self.player.inside
-        state["refreshed_at"], state["since_refresh"] = int(state["statistics"]), 0
-        early = state.get("early", 0)
-        state["early"] = min(early, 0)
-        if early == _NOT_YET and not inside and interval(state, group, inside) == group["refresh_every"]:
-            turns = stagger([_cost(peer) for peer in peers], group["refresh_every"], group["factor_every"])
-            state["early"] = group["refresh_every"] - turns[[peer is self.player for peer in peers].index(True)]
+        state.update(refreshed_at=int(state["statistics"]), since_refresh=0, early=0)
+        every, unit = period(group, inside), group["factor_every"]
+        if inside or len(peers) < 2 or every == unit or interval(state, group, inside) < every:
+            return
+        turns = stagger([_cost(peer) for peer in peers], every, unit)
+        turn = turns[[peer is self.player for peer in peers].index(True)]
+        state["early"] = (state["refreshed_at"] - 1 - turn) % every // unit * unit  # the first of all is at step 1
 
     def keep_on(self) -> None:
         """There is no new basis: the old one stays, and the next step tries again."""
@@ -300,11 +297,26 @@ def interval(state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -
     """Steps from the last refresh to the next. Where looks are rare, the first ones follow each other quickly, at steps
     1, 2, 3, 4, 6, 9, …: what the first mini-batch says of an untrained layer is soon out of date.
     """
-    every: int = group["refresh_every"]
-    if inside or group["factor_every"] > 1:
-        every = min(every, max(1, state.get("refreshed_at", 0) // 2))
+    every, soon = period(group, inside), max(1, state.get("refreshed_at", 0) // 2)
+    if inside or 1 < group["factor_every"] >= soon:
+        every = min(every, soon)
+    elif group["factor_every"] > 1:
+        every = min(every, _whole(soon, group["factor_every"]))
     early: int = state.get("early", 0)
     return max(1, every - max(0, early))
+
+
+def period(group: Mapping[str, Any], inside: bool) -> int:
+    """Steps between refreshes once all is under way: as many as were asked for, and on to the next look. The looks at
+    all layers thus stay together; inside a solve there are none in between.
+    """
+    every: int = group["refresh_every"]
+    return every if inside else _whole(every, group["factor_every"])
+
+
+def _whole(steps: int, unit: int) -> int:
+    """Rounded up to a multiple."""
+    return -(-steps // unit) * unit
 
 
 def _caught_up(state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -> dict[str, int]:
