@@ -78,7 +78,7 @@ def why_eager(opt: Optimizer, flow: Flow | None) -> str | None:
     """Why the coming step cannot be captured, although others can. ``flow``: the data flow that it is going to have."""
     if not isinstance(opt, OCNOpt):
         return None
-    if any(p.curvature.refreshes(opt.state.get(p.params[0], {}), p.group, p.inside) for p in _players(opt)):
+    if any(p.curvature.refreshes(p.kept(opt.state), p.group, p.inside) for p in _players(opt)):
         return "eigenbases are renewed"
     return "the data flow is verified" if flow is not None and flow.uses and is_due(flow) else None
 
@@ -88,7 +88,7 @@ def catch_up(opt: Optimizer) -> int:
     players, failed = _players(opt) if isinstance(opt, OCNOpt) else [], 0
     for curvature in {p.curvature for p in players}:
         peers = [p for p in players if p.curvature is curvature]
-        old = [p for p in peers if curvature.overdue(opt.state.get(p.params[0], {}), p.group, p.inside)]
+        old = [p for p in peers if curvature.overdue(p.kept(opt.state), p.group, p.inside)]
         failed += curvature.catch_up(old, [opt.state[p.params[0]] for p in old], peers)
     return failed
 
@@ -97,7 +97,7 @@ def kind(opt: Optimizer) -> Hashable:
     """Steps of the same kind do the same. Other layers may be looked at in each."""
     if not isinstance(opt, OCNOpt):
         return ()
-    return tuple(p.curvature.due(opt.state.get(p.params[0], {}), p.group, p.inside) for p in _players(opt))
+    return tuple(p.curvature.due(p.kept(opt.state), p.group, p.inside) for p in _players(opt))
 
 
 def _players(opt: OCNOpt) -> list[Player]:

@@ -69,7 +69,7 @@ class Fallbacks:
         self._probe(tape)
 
         def due(player: Player) -> bool:
-            return player.curvature.due(state.get(player.params[0], {}), player.group, player.inside)
+            return player.curvature.due(player.kept(state), player.group, player.inside)
 
         asked = {p for p in players if split or (due(p) and not self._pausing(p))}
         failed = hosts.ask(tape.records, players, split, asked.__contains__)
@@ -106,7 +106,7 @@ class Fallbacks:
         """
         verdict, why = told or (Verdict.NOT_TOLD, None)
         if verdict == Verdict.NOT_TOLD:
-            ready = player.curvature.ready(state.get(player.params[0], {}))
+            ready = player.curvature.ready(player.kept(state))
             why = None if ready else next((failed[n] for n in player.module_names if n in failed), _ABSENT)
         if not asked and self._pausing(player):
             self._pauses[player].left -= 1

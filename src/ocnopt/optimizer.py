@@ -280,9 +280,7 @@ class OCNOpt(Optimizer):
         if all(g["factor_every"] == 1 for g in self.param_groups):
             return True
         if self._due is None:
-            self._due = any(
-                p.curvature.due(self.state.get(p.params[0], {}), p.group, p.inside) for p in self._players()
-            )
+            self._due = any(p.curvature.due(p.kept(self.state), p.group, p.inside) for p in self._players())
         return self._due
 
     def _why_model(self) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +75,11 @@ class Player:
     def hosts(self) -> tuple[str, ...]:
         """Those that run its layer, by name."""
         return tuple(dict.fromkeys(use.module_name for uses in self.uses for use in uses if use.host is not None))
+
+    def kept(self, states: Mapping[Tensor, dict[str, Any]]) -> Mapping[str, Any]:
+        """What its curvature goes on with."""
+        state = states.get(self.params[0], {})
+        return state if self.curvature.fits(state, self.params) else {}
 
     @property
     def torn(self) -> bool:

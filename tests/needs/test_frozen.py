@@ -6,7 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from tests.toys import FEATURES, GAMES, SOME_GAMES, assert_identical, batches, differ, mlp, name_of, train, values
+from tests.toys import (
+    FEATURES,
+    GAMES,
+    SOME_GAMES,
+    assert_identical,
+    backward,
+    batches,
+    differ,
+    mlp,
+    name_of,
+    train,
+    values,
+)
 from torch import Tensor, nn
 
 from ocnopt import OCNOpt
@@ -162,3 +174,38 @@ def test_an_input_that_wants_gradients_itself(game: dict[str, Any]) -> None:
         runs.append(values(model))
     torch.testing.assert_close(*runs, rtol=1e-12, atol=1e-14)
     assert x.shape[1] == FEATURES
+
+
+@pytest.mark.parametrize("thaws", [True, False])
+@pytest.mark.parametrize("steps", [10, 13])  # with an old basis, and in the middle
+def test_a_layer_that_loses_or_gains_its_bias_is_looked_at_at_once(thaws: bool, steps: int) -> None:
+    """Between two looks, too: the first step after the change is that of a layer which was never seen before."""
+    model = mlp()
+    layer = model[0][0]
+    layer.bias.requires_grad_(not thaws)
+    opt = OCNOpt(model.parameters(), 0.05, model=model, curvature="kronecker", refresh_every=10, factor_every=5)
+    data = batches(steps + 4)
+    train(model, opt, data[:steps])
+    layer.bias.requires_grad_(thaws)
+    for seen, batch in enumerate(data[steps:], start=1):
+        train(model, opt, [batch])
+        kept = opt.state[layer.weight]
+        assert kept["eigenvalues"].shape[-1] == layer.in_features + thaws
+        assert (int(kept["statistics"]), kept["refreshed_at"]) == (seen, max(1, seen - 1))
+
+
+def test_a_bias_that_is_frozen_after_the_forward_pass() -> None:
+    """Nobody has seen the layer as it is now: it acts with adaptive curvature, and says so."""
+    model = mlp()
+    opt = OCNOpt(model.parameters(), 0.05, model=model, curvature="kronecker", refresh_every=10, factor_every=5)
+    data = batches(12)
+    train(model, opt, data[:10])
+    opt.zero_grad()
+    backward(model, *data[10])
+    model[0][0].bias.requires_grad_(False)
+    before = values(model)
+    with pytest.warns(UserWarning, match="adaptive"):
+        opt.step()
+    assert differ(values(model), before)
+    train(model, opt, data[11:])
+    assert opt.state[model[0][0].weight]["statistics"] == 1

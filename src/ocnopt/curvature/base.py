@@ -75,6 +75,10 @@ class Curvature(ABC):
         """Is there something to go on with, should the calls of a layer not be known at this step?"""
         return False
 
+    def fits(self, state: Mapping[str, Any], params: Sequence[Tensor]) -> bool:
+        """Is the state of use for a player with these parameters? A block may lose or gain one, frozen or thawed."""
+        return True
+
     @abstractmethod
     def measure(self, bucket: Bucket, a: Tensor | None) -> Metric:
         """Update the statistics and give the metric of this step.

@@ -111,14 +111,16 @@ class Layer:
         adapter, module = self.player.adapter, self.player.module
         assert adapter is not None
         assert module is not None
-        g, c, a = shape(adapter, module)
-        if "input_factor" in self.state and self.state["input_factor"].shape[1] == a:
+        if "input_factor" in self.state:
             return
-        for key in _STATE:  # a block that lost or gained its bias starts anew
-            self.state.pop(key, None)
+        g, c, a = shape(adapter, module)
         self.state["input_factor"], self.state["output_factor"] = like.new_zeros(g, a, a), like.new_zeros(g, c, c)
         self.state["statistics"] = like.new_zeros(())  # how many are in the factors
         self.state["since_refresh"] = 0
+
+    def forget(self) -> None:
+        for key in _STATE:
+            self.state.pop(key, None)
 
     def rehearse(self, bucket: Bucket) -> None:
         """State without any statistics: the first look at the layer finds all of it out of date."""
@@ -189,6 +191,9 @@ class Kronecker(Curvature):
 
     def measure(self, bucket: Bucket, a: Tensor | None) -> KroneckerMetric:
         layers = [Layer(player, bucket.state_of(i)) for i, player in enumerate(bucket.players)]
+        for layer in layers:
+            if not self.fits(layer.state, layer.player.params):  # a block that lost or gained its bias starts anew
+                layer.forget()
         with full_precision():
             old = [layer for layer in layers if self.overdue(layer.state, bucket.group, layer.player.inside)]
             # the first look at the device since the last refresh; a bad step leaves no trace
@@ -230,6 +235,12 @@ class Kronecker(Curvature):
         with full_precision():
             layers = [Layer(player, state) for player, state in zip(players, states, strict=True)]
             return self._refresh(layers, peers, World())
+
+    def fits(self, state: Mapping[str, Any], params: Sequence[Tensor]) -> bool:
+        if "input_factor" not in state:
+            return True
+        (g, a, _), (_, c, _) = state["input_factor"].shape, state["output_factor"].shape
+        return bool(g * c * a == sum(p.numel() for p in params))
 
     def ready(self, state: Mapping[str, Any]) -> bool:
         return "input_basis" in state
