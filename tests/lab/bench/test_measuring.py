@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -274,6 +275,12 @@ def test_everybody_may_run_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     assert {cell for row in findings.tables()[1].rows for cell in row[1:]} == {"–"}
 
 
+def test_growth_goes_on_without_whoever_ran_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    allow(monkeypatch, {"adam": 3})
+    (family,) = measure(quick(optimizers=("sgd",), growth=("depth",))).growth
+    assert [all(map(math.isnan, growth.step_ms)) for growth in family] == [False, True]
+
+
 def test_phases_of_the_others_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     allow(monkeypatch, {"adam": 0})
     _, phases = measure(quick(optimizers=("sgd",), phases=True)).tables()
@@ -375,3 +382,27 @@ def test_ocnopt_bench_says_what_is_wrong(app: typer.Typer, more: list[str], sent
     done = CliRunner().invoke(app, ["bench", *SMALL, *more])
     assert done.exit_code == 2
     assert sentence in done.output
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "sentence"),
+    [
+        ("--json", "file/a.json", "json: .*cannot be written: "),
+        ("--json", ".", "json: .*cannot be written: Is a directory"),
+        ("--plot", "file/a.png", "plot: .*cannot be written: "),
+        ("--plot", "a.word", "plot must end in one of .*.png.* got .*a.word"),
+    ],
+)
+def test_files_that_cannot_be_written_are_found_before_measuring(
+    app: typer.Typer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, name: str, sentence: str
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("ocnopt.lab.cli.bench.measure", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr("ocnopt.lab.bench.__main__.measure", lambda *_: pytest.fail("measured"))
+    words = [*SMALL, "--optimizer", "sgd", option, str(tmp_path / name)]
+    done = CliRunner().invoke(app, ["bench", *words, "--batch", "16"])
+    assert done.exit_code == 2
+    assert re.search(sentence, done.output, re.DOTALL)
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+    if option == "--json":
+        assert main(words) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 
 import pytest
@@ -92,21 +93,34 @@ def test_the_exponent_of_a_power_is_found(exponent: float) -> None:
 
 
 def test_times_that_are_not_positive_have_no_logarithm() -> None:
-    found = fit([1, 2, 4], [-1.0, 2.0, 8.0])
+    sizes, own = [1, 2, 4, 8], [-1.0, 2.0, 8.0, 32.0]
+    found = fit(sizes, own)
     assert found is not None
     assert found.p == pytest.approx(2.0)
-    assert fit([1, 2], [0.0, 1.0]) is None
+    assert found.points == 3
+    growth = Growth("rank", "fcn", "ours", "Ours", sizes, [4.0, math.nan, math.nan, 4.0], [1.0] * 4, own)
+    assert of_growth([growth]).rows[0][1:] == ["4.00", "–", "–", "4.00", "–", "n^2.00 (3 of 4)"]
+    assert fit([1, 2, 4], [0.0, 1.0, 2.0]) is None  # a line through two points says nothing
 
 
 def test_the_own_part_grows_otherwise_than_the_step() -> None:
     sizes = [1, 2, 4, 8]
-    growth = Growth("rank", "fcn", "ours", "Ours", sizes, [100.0 + 2 * n for n in sizes], [100.0] * 4)
+    growth = Growth("rank", "fcn", "ours", "Ours", [], [], [], [])
+    for n in sizes:
+        growth.add(n, [100.0 + 2 * n, 200.0 + 2 * n, 900.0 + 2 * n], [100.0, 200.0, 900.0])
+    assert growth.own_ms == [2 * n for n in sizes]
     assert growth.own is not None
     assert growth.whole is not None
     assert growth.own.p == pytest.approx(1.0)
     assert growth.whole.p < 0.1
     assert of_growth([growth]).rows[0][-1] == "n^1.00"
     assert growth.document()["fits"]["own"]["p"] == pytest.approx(1.0)
+
+
+def test_the_own_part_is_the_median_of_the_differences_within_rounds() -> None:
+    growth = Growth("rank", "fcn", "ours", "Ours", [], [], [], [])
+    growth.add(1, [12.0, 30.0, 21.0], [10.0, 5.0, 20.0])
+    assert (growth.step_ms, growth.gradient_ms, growth.own_ms) == ([21.0], [10.0], [2.0])
 
 
 def test_turns_rotate_and_end_with_the_budget() -> None:

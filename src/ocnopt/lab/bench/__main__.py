@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ocnopt.lab.bench.benchmark import Settings, measure, save
+from ocnopt.lab.bench.benchmark import Settings, measure, require_writable, save
 from ocnopt.lab.bench.inside import look_inside
 from ocnopt.lab.bench.networks import NETWORKS
 from ocnopt.lab.bench.timing import CLOCKS
@@ -48,6 +48,8 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.kernels or arguments.profile:
             print(look_inside(settings, kernels=arguments.kernels, profile=arguments.profile).markdown())
             return 0
+        if arguments.json:
+            require_writable(arguments.json, "json")
         findings = measure(settings, lambda line: print(line, file=sys.stderr, flush=True))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -287,6 +287,18 @@ def refresh_at_once(training: Training, clock: Clock) -> Refresh:
     return Refresh(statistics.median(times))
 
 
+def require_writable(path: Path, option: str) -> None:
+    """Before anything is measured."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        path.open("ab").close()
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"{option}: {path} cannot be written: {error.strerror}") from error
+
+
 def save(findings: Findings, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(finite(findings.document()), indent=1, ensure_ascii=False, allow_nan=False) + "\n")

@@ -10,6 +10,7 @@ from ocnopt.lab.bench.benchmark import Findings
 from ocnopt.lab.bench.growth import Growth
 from ocnopt.lab.bench.results import Result
 from ocnopt.lab.report.palette import LIGHT
+from ocnopt.lab.schema import ConfigError
 
 _DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 _MARKS = "osD^vPX*"
@@ -30,6 +31,15 @@ def draw(findings: Findings, path: Path) -> None:
         for network in dict.fromkeys(result.network for result in findings.results)
     ]
     _draw(path, columns)
+
+
+def require_drawable(path: Path) -> None:
+    """The ending of the name is a format of pictures, or there is none."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    known = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in known:
+        raise ConfigError(f"plot must end in one of {', '.join(f'.{each}' for each in known)}; got {str(path)!r}")
 
 
 def _of_results(network: str, results: Sequence[Result]) -> Column:

@@ -86,7 +86,7 @@ def of_breakdowns(title: str, breakdowns: Sequence[Breakdown]) -> Table:
 def of_growth(growths: Sequence[Growth]) -> Table:
     """All of one network and one way to grow."""
     first = growths[0]
-    rows = [[g.title, *(f"{ms:.2f}" for ms in g.step_ms), _power(g.whole), _power(g.own)] for g in growths]
+    rows = [[g.title, *map(_ms, g.step_ms), _power(g.whole, g), _power(g.own, g)] for g in growths]
     headings = ["ms", *(f"{first.way} {size}" for size in first.sizes), "step ~", "own part ~"]
     note = f"n is the {first.way}; the own part is a step without forward and backward."
     return Table(f"{first.network}: growth with the {first.way}", headings, rows, [note])
@@ -96,5 +96,9 @@ def _ms(number: float) -> str:
     return NOTHING if math.isnan(number) else f"{number:.2f}"
 
 
-def _power(power: Power | None) -> str:
-    return NOTHING if power is None else f"n^{power.p:.2f}"
+def _power(power: Power | None, growth: Growth) -> str:
+    """With the number of points, where it is not all of them."""
+    if power is None:
+        return NOTHING
+    used = "" if power.points == len(growth.sizes) else f" ({power.points} of {len(growth.sizes)})"
+    return f"n^{power.p:.2f}{used}"

@@ -15,8 +15,9 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ocnopt.lab.bench import Settings, measure
-from ocnopt.lab.bench.benchmark import BATCHES, save
+from ocnopt.lab.bench.benchmark import BATCHES, require_writable, save
 from ocnopt.lab.bench.inside import look_inside
+from ocnopt.lab.bench.plot import draw, require_drawable
 from ocnopt.lab.bench.tables import Table
 from ocnopt.lab.cli import shared
 from ocnopt.lab.schema import ConfigError
@@ -119,6 +120,7 @@ def command(
             return
         if plot is not None and not growth:
             settings = _for_a_figure(settings, batch)
+        _check_files(json_file, plot)
         findings = measure(settings, _tell)
         _print(findings.tables())
         for line in (*findings.missing, ", ".join(f"{key} {value}" for key, value in findings.environment.items())):
@@ -126,8 +128,6 @@ def command(
         if json_file is not None:
             save(findings, json_file)
         if plot is not None:
-            from ocnopt.lab.bench.plot import draw
-
             draw(findings, plot)
 
 
@@ -138,6 +138,14 @@ def _for_a_figure(settings: Settings, batches: list[int] | None) -> Settings:
     if len(set(batches)) < 2:
         raise ConfigError("plot: a curve against the batch size has several points; give --batch more than once")
     return settings
+
+
+def _check_files(json_file: Path | None, plot: Path | None) -> None:
+    if json_file is not None:
+        require_writable(json_file, "json")
+    if plot is not None:
+        require_drawable(plot)
+        require_writable(plot, "plot")
 
 
 def _tell(line: str) -> None:
