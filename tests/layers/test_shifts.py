@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -79,6 +80,31 @@ def test_fewer_products_than_windows() -> None:
 def test_the_cheapest_way_on_a_cpu(channels: int, size: int, kernel: int, shifted: int) -> None:
     axis = shifts.Axis(size, size, kernel, 1, 1, kernel // 2)
     assert shifts.cheapest((axis, axis), 128, 1, channels, "cpu") == shifted
+
+
+@pytest.mark.parametrize("first", [(9, 9, 3, 1, 1, 1), (11, 4, 5, 2, 1, 1), (10, 3, 3, 3, 2, 1), (1, 1, 2, 1, 2, 1)])
+@pytest.mark.parametrize("others", [(), ((8, 6, 3, 1, 1, 0),), ((7, 4, 2, 2, 1, 1),)])
+def test_the_price_of_combinations_without_forming_them(first: Any, others: Any) -> None:
+    axes = tuple(shifts.Axis(*each) for each in (first, *others))
+    every = shifts.combinations(axes)
+    lines = sum(math.prod(span.length for span in chosen) for chosen in every)
+    assert shifts._totals(axes) == (len(every), lines, sum(chosen[0].length for chosen in every))
+    assert shifts._totals(()) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("module", "space"),
+    [(nn.Conv2d(3, 2, 32, 32), (64, 64)), (nn.Conv1d(1, 8, 400, 160), (4000,)), (nn.Conv1d(1, 8, 400), (800,))],
+    ids=["patches", "long windows", "long windows that overlap"],
+)
+def test_large_kernels_and_patches_are_unfolded(
+    module: nn.Module, space: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their pixels make too many pairs to think about."""
+    monkeypatch.setattr(shifts, "spans", None)
+    call = call_of(module.double(), torch.randn(2, module.in_channels, *space, dtype=torch.float64))
+    x, axes = geometry_of(call)
+    assert_same(shifts.outer(x, axes, 1), plain(call))
 
 
 def test_windows_are_not_formed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,8 @@ from ocnopt.layers.outer import piece_of
 _CPU, _OTHERS = (128, 2**18), (64, 2**27)
 #: a matrix product with fewer columns is not faster
 _NARROW = 16
+#: pairs of pixels, times sums that go to them, of which there are about as many: more are neither kept nor worked out
+_MOST = 2**23
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class Axis:
     def lines(self, phase: int) -> int:
         """Every ``stride``-th pixel, from ``phase`` on."""
         return max(0, -((phase - self.size) // self.stride))
+
+    @property
+    def overlaps(self) -> bool:
+        """Do windows share pixels? Otherwise a sum serves one pair of them."""
+        return self.stride <= self.dilation * (self.kernel - 1)
 
 
 class Span(NamedTuple):
@@ -67,7 +74,7 @@ class Span(NamedTuple):
         return *self.phases[::-1], self.left - self.right
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
 def spans(axis: Axis) -> tuple[Span, ...]:
     """Cut such that a span belongs to a pair of pixels as a whole, or not at all."""
     ranges = defaultdict(list)
@@ -86,14 +93,14 @@ def spans(axis: Axis) -> tuple[Span, ...]:
     return tuple(found)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
 def combinations(axes: tuple[Axis, ...]) -> tuple[tuple[Span, ...], ...]:
     """Of spans of all axes; of two that are mirror images of each other, one."""
     chosen = product(*map(spans, axes))
     return tuple(c for c in chosen if [s.distance for s in c] >= [s.mirrored for s in c])
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def _placement(axes: tuple[Axis, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """``[pixels · pixels, combinations]``: which pairs of pixels of a window each sum belongs to. What is its own
     mirror image counts half.
@@ -130,7 +137,12 @@ def outer(x: Tensor, axes: Sequence[Axis], blocks: int) -> Tensor:
 
 def cheapest(axes: tuple[Axis, ...], batch: int, blocks: int, channels: int, device: str) -> int:
     """How many axes to shift, 0 to 2, instead of unfolding them."""
-    return min(range(min(2, len(axes)) + 1), key=lambda n: _cost(axes, n, batch, blocks, channels, device))
+    ways = (n for n in range(min(2, len(axes)) + 1) if _is_feasible(axes[:n]))
+    return min(ways, key=lambda n: _cost(axes, n, batch, blocks, channels, device))
+
+
+def _is_feasible(axes: tuple[Axis, ...]) -> bool:
+    return all(axis.overlaps for axis in axes) and math.prod(axis.kernel for axis in axes) ** 4 <= _MOST
 
 
 @lru_cache(maxsize=4096)
@@ -139,12 +151,25 @@ def _cost(axes: tuple[Axis, ...], shifted: int, batch: int, blocks: int, channel
     rest = math.prod(axis.positions * axis.kernel for axis in axes[shifted:])
     samples = batch * math.prod(axis.positions for axis in axes[shifted:])
     f = channels * math.prod(axis.kernel for axis in axes[shifted:])
-    every = combinations(axes[:shifted])
-    lines = sum(math.prod(span.length for span in chosen) for chosen in every)
+    count, lines, firsts = _totals(axes[:shifted])
     products = samples * lines * max(f, _NARROW) ** 2
     copied = batch * channels * math.prod(axis.size for axis in axes[:shifted]) * rest
-    written = f**2 * sum(chosen[0].length if chosen else 1 for chosen in every)
-    return blocks * (products + move * (copied + written)) + call * len(every)
+    return blocks * (products + move * (copied + f**2 * firsts)) + call * count
+
+
+def _totals(axes: tuple[Axis, ...]) -> tuple[int, int, int]:
+    """Of all combinations, without forming them: how many, the lines that they multiply, those of the first axis.
+
+    The mirror image of a span is one of the same length. Half of the products over all spans are therefore chosen, and
+    of those that are their own mirror images the other half, too.
+    """
+    found = [0, 0, 0]
+    for own in (False, True):
+        lengths = [[s.length for s in spans(axis) if not own or s.distance == s.mirrored] for axis in axes]
+        counts, sums = [len(each) for each in lengths], [sum(each) for each in lengths]
+        totals = math.prod(counts), math.prod(sums), math.prod((*sums[:1], *counts[1:]))
+        found = [n + total for n, total in zip(found, totals, strict=True)]
+    return found[0] // 2, found[1] // 2, found[2] // 2
 
 
 def _unfolded(x: Tensor, axes: Sequence[Axis]) -> Tensor:
