@@ -15,8 +15,8 @@ from ocnopt import OCNOpt
 
 #: checkpoints that versions of the past wrote, by :func:`tests.needs.checkpoints.write.main`
 WRITTEN = sorted((Path(__file__).parent / "checkpoints").glob("*.pt"))
-#: after how many steps this version goes another way than the old one, on purpose: eigenbases that are due at the first of
-#: these steps now serve from the second on
+#: after how many steps this version goes another way than the old one, on purpose: eigenbases that are due at the
+#: first of these steps now serve from the second on
 SAME = {("0.1.0", "kronecker"): 2}
 OPTIONS = [o for o in OCNOpt(mlp().parameters()).defaults if o != "lr"]  # no optimizer was ever without a rate
 
