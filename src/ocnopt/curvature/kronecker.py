@@ -126,7 +126,7 @@ class Layer:
         """State without any statistics: the first look at the layer finds all of it out of date."""
         self.begin(bucket.ok)
         self.keep_on()
-        self.state["refreshed_at"] = -self.state["since_refresh"]
+        self.state.update(refreshed_at=-self.state["since_refresh"], early=0)
 
     @property
     def _every(self) -> int:

@@ -46,7 +46,7 @@ def test_the_plain_command_writes_a_file_and_names_errors(tmp_path: Path, capsys
 @pytest.fixture
 def app(monkeypatch: pytest.MonkeyPatch) -> typer.Typer:
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr(shared.progress_console, "file", None)
+    monkeypatch.setattr(shared.progress_console, "_file", None)
     return make_app()
 
 
