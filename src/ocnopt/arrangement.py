@@ -16,7 +16,7 @@ from ocnopt.games.live import Live
 from ocnopt.games.replay import verify
 from ocnopt.groups import Part, Samples
 from ocnopt.phases import ROLLOUT
-from ocnopt.players import Player
+from ocnopt.players import Player, find_uses
 from ocnopt.records import Need, Pass
 from ocnopt.stages import Stages
 
@@ -46,6 +46,12 @@ def passes_of(tape: Tape, group: Mapping[str, Any]) -> list[Pass]:
     return passes
 
 
+def _defined(model: nn.Module) -> list[str]:
+    """The modules that are watched, in the order of their definition."""
+    watched = {use.module_name for uses in find_uses(model).values() for use in uses}
+    return [name for name, _ in model.named_modules() if name in watched]
+
+
 class Arrangement:
     """The stages of the last step, and the game that they come from."""
 
@@ -54,7 +60,7 @@ class Arrangement:
         self.stages: Stages | None = None
         self._key: Any = None
         # where no call is recorded, the order of definition stands in
-        self._defined = None if model is None else [name for name, _ in model.named_modules()]
+        self._defined = None if model is None else _defined(model)
 
     def arrange(
         self,
@@ -158,7 +164,8 @@ class Arrangement:
     def _seated(self, players: list[Player], order: list[str] | None, placed: Round | None) -> Stages:
         key = (tuple(players), None if order is None else tuple(order), placed)
         if self.stages is None or self._key != key:
-            self.stages = Stages.in_order(players, order) if placed is None else self._stages(players, placed)
+            joining = self.game.joining
+            self.stages = Stages.in_order(players, order, joining) if placed is None else self._stages(players, placed)
             self._key = key
         return self.stages
 

@@ -92,17 +92,19 @@ class InOrder(Rollout):
 
     def before(self, name: str, occurrence: int, inputs: list[Tensor]) -> None:
         record = self._record(name, occurrence)
+        stage = self._about_to_act(name)
         now = [t for t in inputs if t.is_floating_point()]
-        self._into = None if record is None else self._change(record.d, dict(enumerate(record.inputs)), now)
+        self._into = None
+        if record is not None and (stage is not None or not self.chain):  # in a chain nobody else asks for s
+            self._into = self._change(record.d, dict(enumerate(record.inputs)), now)
         if record is not None:  # its memory is wanted by the layers to come
             record.d, record.inputs, record.args, record.kwargs = {}, [], (), {}
         self._running = record
         if self.chain and self._into is not None:
             self.s, self.unseen = self._into, []
-        elif self.chain:  # what the layer before did to this input cannot be measured here
+        elif self.chain and stage is not None:  # what the layer before did to this input cannot be measured here
             self._predict(list(self.unseen))
-        stage = self.stages.of_module.get(name)
-        if stage is not None and stage not in self.done:
+        if stage is not None:
             self._act(stage)
         if record is None and not self.chain:
             self._predict([self.seat_of.get(name, -1)])
@@ -126,6 +128,11 @@ class InOrder(Rollout):
         if record is None or record.opaque or record.overwritten():
             return None
         return None if self.measure.part.rank > 1 and name in self.mixed else record
+
+    def _about_to_act(self, name: str) -> int | None:
+        """The stage of a module, if it has not acted yet."""
+        stage = self.stages.of_module.get(name)
+        return None if stage in self.done else stage
 
     def _act(self, stage: int) -> None:
         self.done.add(stage)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -45,16 +45,19 @@ class Stages:
         return len(self.seats)
 
     @classmethod
-    def in_order(cls, players: Sequence[Player], order: Sequence[str] | None) -> Stages:
-        """One stage for each module, in the order of their calls; ``None``: not known, and every player is a stage by
-        itself.
+    def in_order(cls, players: Sequence[Player], order: Sequence[str] | None, joining: Collection[str] = ()) -> Stages:
+        """One stage for each module, with those called next that join it, in the order of their calls; ``None``: not
+        known, and every player is a stage by itself.
         """
         if order is None:
             return cls({id(p): k for k, p in enumerate(players)}, list(range(len(players))), [p.name for p in players])
-        first: dict[str, int] = {}
-        for k, name in enumerate(order):
-            first.setdefault(name, k)
-        return cls._gathered(players, [_first(p, first) for p in players])
+        turns: dict[str, int] = {}  # of the first call of each
+        stages = [-1]  # of each call, after that of what is never called
+        for turn, name in enumerate(order):
+            turns.setdefault(name, turn)
+            stages.append(stages[-1] + (turn == 0 or name not in joining))
+        acts = sorted(((player, *_first(player, turns)) for player in players), key=lambda act: act[1])
+        return cls._gathered([player for player, *_ in acts], [(stages[turn + 1], name) for _, turn, name in acts])
 
     @classmethod
     def placed(cls, players: Sequence[Player], placement: Placement, model: nn.Module) -> Stages:
@@ -79,7 +82,7 @@ class Stages:
         by_seat: dict[tuple[int, str], list[Player]] = defaultdict(list)
         for act, player in zip(acts, players, strict=True):
             by_seat[act].append(player)
-        seats = sorted(by_seat, key=lambda act: act[0])  # stable: in the order of the parameters within a stage
+        seats = sorted(by_seat, key=lambda act: act[0])  # stable: in the order of the players within a stage
         rank = {k: i for i, k in enumerate(sorted({k for k, _ in seats}))}
         seat_of = {id(player): seat for seat, act in enumerate(seats) for player in by_seat[act]}
         stage_of, modules = [rank[k] for k, _ in seats], [name for _, name in seats]

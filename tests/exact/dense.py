@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from tests.exact.metrics import Options, Slot, Statistics, slots, turns
+from tests.exact.metrics import Options, Slot, slots, statistics, take_turns
 from tests.exact.nets import Batch, Net, loss, rank_of
 from torch import Tensor
 from torch.func import grad
@@ -77,8 +77,8 @@ class Dense:
         self.layers, thetas = zip(*(stage(piece) for piece in net.pieces), strict=True)
         self.thetas = list(thetas)
         self.slots = [slots(piece, options) for piece in net.pieces]
-        theirs = zip(net.pieces, self.slots, turns(net.pieces, self.slots), strict=True)
-        self.statistics = [Statistics(*each) for each in theirs]
+        self.statistics = [statistics(*each) for each in zip(net.pieces, self.slots, strict=True)]
+        take_turns([layer for theirs in self.statistics for layer in theirs])
         self.m = [torch.zeros_like(theta) for theta in self.thetas]
         self.t = 0
 
@@ -133,7 +133,8 @@ class Dense:
 
     def _metric(self, k: int, X: Tensor, adjoint: Tensor) -> Tensor:
         scale = self.each(lambda o: long_run(o) / (1.0 if self.paper else o["lr"]))[k]
-        return scale[:, None] * self.statistics[k].metric(X, self.thetas[k], adjoint)
+        blocks = [layer.metric(X, self.thetas[k], adjoint) for layer in self.statistics[k]]
+        return scale[:, None] * torch.stack(blocks).sum(0)
 
     def _drift(self) -> list[Tensor]:
         """ηγθ of a decoupled weight decay."""

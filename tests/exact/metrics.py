@@ -1,4 +1,5 @@
-"""Dense metrics C_k, computed from their definitions: one matrix for each stage, statistics kept between steps.
+"""Dense metrics C_k, computed from their definitions: a block of one matrix for each layer of a stage, statistics kept
+between steps.
 
 Nothing here touches the engine: adjoints come from autograd, patches from ``unfold``, Kronecker products are formed.
 """
@@ -35,36 +36,50 @@ def slots(piece: nn.Module, options: Mapping[nn.Parameter, Options]) -> list[Slo
     return found
 
 
-def split(piece: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """The parametrised layer of a piece, and the rest."""
-    if not isinstance(piece, nn.Sequential):
-        return piece, nn.Identity()
-    return piece[0], nn.Sequential(*piece[1:])
+def modules(piece: nn.Module) -> list[nn.Module]:
+    """What a piece runs, one after the other."""
+    return list(piece) if isinstance(piece, nn.Sequential) else [piece]
 
 
 @dataclass
 class Statistics:
-    """The metric of one stage."""
+    """The metric of one parametrised layer of a stage."""
 
-    piece: nn.Module
-    slots: Sequence[Slot]
+    layer: nn.Module
+    before: Sequence[nn.Module]  # what the stage runs before the layer, and after it
+    after: Sequence[nn.Module]
+    all_slots: Sequence[Slot]  # of the stage
     turn: int = 1
     steps: int = 0
     second_moment: dict[str, Tensor] = field(default_factory=dict)
     blocks: list[Block] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        mine = set(self.layer.parameters())
+        self.slots = [slot for slot in self.all_slots if slot.parameter in mine]
+
+    @property
+    def has_factors(self) -> bool:
+        return _has_factors(self.layer, self.slots)
+
     def metric(self, X: Tensor, theta: Tensor, adjoint: Tensor) -> Tensor:
-        """Learn from the state X and the (weighted) adjoint of the stage's output; give C, P×P."""
+        """Learn from the state X and the (weighted) adjoint of the stage's output; give C, P×P, zero for the others."""
         self.steps += 1
-        layer, rest = split(self.piece)
-        names = [name for name, _ in layer.named_parameters()]
-        own = {n: theta[s.place].view_as(s.parameter) for n, s in zip(names, self.slots, strict=True)}
-        y, to_parameters = vjp(lambda own: functional_call(layer, own, (X,)), own)
-        h = vjp(lambda y: rest(y), y)[1](adjoint)[0]
+        values = {s.parameter: theta[s.place].view_as(s.parameter) for s in self.all_slots}
+
+        def run(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
+            for module in modules:
+                x = functional_call(module, {n: values[p] for n, p in module.named_parameters()}, (x,))
+            return x
+
+        x = run(self.before, X)
+        own = {n: values[p] for n, p in self.layer.named_parameters()}
+        y, to_parameters = vjp(lambda own: functional_call(self.layer, own, (x,)), own)
+        h = vjp(lambda y: run(self.after, y), y)[1](adjoint)[0]
         gradient = to_parameters(h)[0]
         C = torch.zeros(len(theta), len(theta), dtype=torch.float64)
-        if _has_factors(layer, self.slots):
-            self._kronecker(C, layer, X, h)
+        if self.has_factors:
+            self._kronecker(C, x, h)
             return C
         for s, g in zip(self.slots, gradient.values(), strict=True):
             C[s.place, s.place] = torch.diag(self._diagonal(s, g.flatten(), theta[s.place]))
@@ -81,12 +96,20 @@ class Statistics:
             v = v / (1 - o["decay"] ** self.steps)
         return v.sqrt() + o["eps"]
 
-    def _kronecker(self, C: Tensor, layer: nn.Module, X: Tensor, h: Tensor) -> None:
-        factors = list(_factors(layer, X, h))
+    def _kronecker(self, C: Tensor, x: Tensor, h: Tensor) -> None:
+        factors = list(_factors(self.layer, x, h))
         if self.steps == 1:
             self.blocks = [Block(self.slots[0].options, self.turn) for _ in factors]
-        for block, (x, h_block, index) in zip(self.blocks, factors, strict=True):
-            C[index[:, None], index] = block.matrix(x, h_block, self.steps)
+        for block, (x_block, h_block, index) in zip(self.blocks, factors, strict=True):
+            index = self.slots[0].place.start + index
+            C[index[:, None], index] = block.matrix(x_block, h_block, self.steps)
+
+
+def statistics(piece: nn.Module, slots: Sequence[Slot]) -> list[Statistics]:
+    """Of each parametrised layer of a stage."""
+    parts = modules(piece)
+    found = [Statistics(part, parts[:i], parts[i + 1 :], slots) for i, part in enumerate(parts)]
+    return [each for each in found if each.slots]
 
 
 @dataclass
@@ -128,25 +151,24 @@ class Block:
         self.basis = U_A, U_C
 
 
-def turns(pieces: Sequence[nn.Module], slots: Sequence[Sequence[Slot]]) -> list[int]:
-    """How many steps after the first each layer has its next refresh: at as many times as there are layers or steps,
-    equally far apart, the largest layers first and where there is least to do.
+def take_turns(layers: Sequence[Statistics]) -> None:
+    """Decide how many steps after the first each layer has its next refresh: at as many times as there are layers or
+    steps, equally far apart, the largest layers first and where there is least to do.
     """
-    sizes = {
-        i: s[0].parameter.shape
-        for i, (piece, s) in enumerate(zip(pieces, slots, strict=True))
-        if s and _has_factors(split(piece)[0], s)
-    }
-    found = [1] * len(pieces)
-    if not sizes:
-        return found
-    every = slots[next(iter(sizes))][0].options["refresh_every"]
-    load = [0] * min(len(sizes), every)
-    for i in sorted(sizes, key=lambda i: -(sizes[i][0] ** 3 + sizes[i][1:].numel() ** 3)):
+    layers = [layer for layer in layers if layer.has_factors]
+    if not layers:
+        return
+
+    def work(layer: Statistics) -> int:
+        shape = layer.slots[0].parameter.shape
+        return int(shape[0] ** 3 + shape[1:].numel() ** 3)
+
+    every = layers[0].slots[0].options["refresh_every"]
+    load = [0] * min(len(layers), every)
+    for layer in sorted(layers, key=work, reverse=True):
         place = load.index(min(load))
-        load[place] += sizes[i][0] ** 3 + sizes[i][1:].numel() ** 3
-        found[i] = (place + 1) * every // len(load)
-    return found
+        load[place] += work(layer)
+        layer.turn = (place + 1) * every // len(load)
 
 
 def _has_factors(layer: nn.Module, slots: Sequence[Slot]) -> bool:

@@ -1,6 +1,7 @@
 """Small float64 networks, cut into the stages of the dense solver, with three mini-batches each.
 
-A piece is a parametrised layer and whatever follows it without parameters, so that state k is the input of layer k.
+A piece is a parametrised layer, a norm that follows it, and whatever follows without parameters, so that state k is the
+input of the first layer of stage k.
 """
 
 from __future__ import annotations
@@ -102,9 +103,19 @@ def convolution() -> Net:
 
 def layer_norm() -> Net:
     pieces = [
-        nn.Linear(4, 5),
-        nn.Sequential(nn.LayerNorm(5), nn.GELU()),
+        nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.GELU()),
         nn.Linear(5, CLASSES, bias=False),
+    ]
+    return Net(pieces, real(4))
+
+
+def norms() -> Net:
+    """The first has nobody to join; two join the same layer; the last is the last layer."""
+    pieces = [
+        nn.LayerNorm(4),
+        nn.Sequential(nn.Linear(4, 5), nn.RMSNorm(5, eps=1e-3), nn.Tanh()),
+        nn.Sequential(nn.Linear(5, 6), nn.GELU(), nn.GroupNorm(2, 6), nn.LayerNorm(6), nn.Tanh()),
+        nn.Sequential(nn.Linear(6, CLASSES), nn.LayerNorm(CLASSES)),
     ]
     return Net(pieces, real(4))
 
@@ -133,16 +144,21 @@ def batch_norm() -> Net:
     assert norm.running_var is not None
     norm.running_mean.uniform_(-0.5, 0.5)
     norm.running_var.uniform_(0.3, 2.0)
-    pieces = [nn.Linear(4, 5), nn.Sequential(norm.eval(), nn.Tanh()), nn.Linear(5, CLASSES)]
+    pieces = [nn.Sequential(nn.Linear(4, 5), norm.eval(), nn.Tanh()), nn.Linear(5, CLASSES)]
     return Net(pieces, real(4))
 
 
 def mixed() -> Net:
     pieces = [
-        nn.Sequential(nn.Conv2d(2, 4, 3, stride=2, padding=1, groups=2), nn.SiLU()),
-        nn.Sequential(nn.GroupNorm(2, 4), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten()),
-        nn.Sequential(nn.Linear(4, 5, bias=False), nn.Tanh()),
-        nn.LayerNorm(5),
+        nn.Sequential(
+            nn.Conv2d(2, 4, 3, stride=2, padding=1, groups=2),
+            nn.SiLU(),
+            nn.GroupNorm(2, 4),
+            nn.Tanh(),
+            nn.AvgPool2d(2),
+            nn.Flatten(),
+        ),
+        nn.Sequential(nn.Linear(4, 5, bias=False), nn.Tanh(), nn.LayerNorm(5)),
         nn.Linear(5, CLASSES),
     ]
     return Net(pieces, real(2, 4, 4))
@@ -150,15 +166,24 @@ def mixed() -> Net:
 
 def words() -> Net:
     pieces = [
-        nn.Embedding(6, 4),
-        nn.LayerNorm(4),
+        nn.Sequential(nn.Embedding(6, 4), nn.LayerNorm(4)),
         nn.Sequential(nn.Linear(4, 5), nn.Tanh(), Mean()),
         nn.Linear(5, CLASSES),
     ]
     return Net(pieces, tokens(6, 3))
 
 
-_BUILDERS: list[Callable[[], Net]] = [mlp, convolution, layer_norm, embedding, sequence, batch_norm, mixed, words]
+_BUILDERS: list[Callable[[], Net]] = [
+    mlp,
+    convolution,
+    layer_norm,
+    norms,
+    embedding,
+    sequence,
+    batch_norm,
+    mixed,
+    words,
+]
 NETS = {build.__name__: build for build in _BUILDERS}
 
 

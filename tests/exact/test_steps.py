@@ -49,7 +49,9 @@ def test_momentum_at_the_third_step(momentum: str, rank: int, bellman: str, feed
 @pytest.mark.parametrize("feedback", ["nonlinear", "linear"])
 @pytest.mark.parametrize("bellman", ["consistent", "paper"])
 @pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.parametrize(("name", "rank"), [("mlp", 1), ("convolution", 3), ("mixed", 3), ("words", "full")])
+@pytest.mark.parametrize(
+    ("name", "rank"), [("mlp", 1), ("convolution", 3), ("norms", 1), ("mixed", 3), ("words", "full")]
+)
 def test_metrics_at_the_third_step(name: str, rank: int | str, metric: str, bellman: str, feedback: str) -> None:
     net = make(name)
     check(net, optimizer(net, feedback=feedback, rank=rank, bellman=bellman, weight_decay=0.01, **METRICS[metric]))

@@ -99,6 +99,43 @@ def residual_chain(model: Residual, late: int | None) -> Chain:
     )
 
 
+class Normed(nn.Module):
+    """A residual block with norms after its layers, on the skip connection and after the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.n0 = nn.Linear(5, WIDTH), nn.LayerNorm(WIDTH)
+        self.a, self.n1 = nn.Linear(WIDTH, WIDTH), nn.RMSNorm(WIDTH, eps=1e-3)
+        self.b, self.skip, self.n2 = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.n3, self.head = nn.GroupNorm(1, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.tanh(self.n0(self.into(x)))
+        out = self.b(torch.tanh(self.n1(self.a(z))))
+        out = out + self.n2(self.skip(z))
+        return self.head(torch.tanh(self.n3(out)))
+
+
+def normed_chain(late: int) -> Chain:
+    """A norm acts with the layer before it, wherever that is; the one after the sum with the later of two."""
+    skip = [["skip", "n2"] if late == k else [] for k in (0, 1)]
+
+    def into(p: Callable[[str, Tensor], Tensor], x: Tensor) -> Tensor:
+        return torch.tanh(p("n0", p("into", x)))
+
+    def split(p: Callable[[str, Tensor], Tensor], z: Tensor) -> Tensor:
+        return pack(torch.tanh(p("n1", p("a", z))), z if late else p("n2", p("skip", z)))
+
+    def merge(p: Callable[[str, Tensor], Tensor], X: Tensor) -> Tensor:
+        h, e = unpack(X, (WIDTH,), (WIDTH,))
+        return torch.tanh(p("n3", p("b", h) + (p("n2", p("skip", e)) if late else e)))
+
+    return Chain(
+        [["into", "n0"], ["a", "n1", *skip[0]], ["b", *skip[1], "n3"], ["head"]],
+        [into, split, merge, lambda p, x: p("head", x)],
+    )
+
+
 # --- an inception block ---
 
 

@@ -150,7 +150,9 @@ class _Picture:
 
 
 def _wiring(game: Game) -> tuple[dict[Any, _Box], list[tuple[Any, Any]]]:
-    """Boxes for players and for operations at which paths meet; and who reads whom, with nothing else in between."""
+    """Boxes for players and for operations at which paths meet, those who join the stage of one in the same box; and
+    who reads whom, with nothing else in between.
+    """
     flow, stage = game.round.flow, game.round.placement.stage
     moving = {node for branch in game.branches for node in branch.nodes}
     writers: dict[Any, frozenset[Any]] = {}
@@ -160,6 +162,11 @@ def _wiring(game: Game) -> tuple[dict[Any, _Box], list[tuple[Any, Any]]]:
         above = frozenset().union(*(writers[n] for n in node.all_input_nodes))
         player = node.op == "call_module" or node.meta.get("parameter")
         if node not in stage or not (player or len(above) > 1):
+            writers[node] = above
+            continue
+        beside = [writer for writer in above if boxes[writer].row // 1 == stage[node]]
+        if node.op == "call_module" and len(beside) == len(above) == 1:  # it joins the stage: one box for both
+            boxes[beside[0]].label += f" · {node.target}"
             writers[node] = above
             continue
         if player:

@@ -17,6 +17,7 @@ from ocnopt.games.flow import Flow, name_of
 from ocnopt.games.live import Edges
 from ocnopt.games.schedule import Branch, Placement, Schedule
 from ocnopt.games.trace import record
+from ocnopt.layers.registry import joining
 from ocnopt.records import Rollout
 
 
@@ -47,6 +48,7 @@ class Game:
 
     def __init__(self, model: nn.Module | None = None, aligner: Aligner | None = None) -> None:
         self.model = model
+        self.joining = frozenset() if model is None else joining(model)
         self.aligner = aligner or Aligner()
         self.rules: Mapping[str, Alignment] = {}
         self.tape: Tape | None = None
@@ -64,7 +66,7 @@ class Game:
         """With branches as late as they are said to be. What follows from a data flow is kept with it."""
         rounds: dict[tuple[tuple[str, int], ...], Round] = flow.rounds
         if () not in rounds:
-            schedule = Schedule(flow)
+            schedule = Schedule(flow, self.joining)
             rounds[()] = Round(flow, schedule, schedule.place({}), {})
         schedule = rounds[()].schedule
         late = {name: n for name, n in late.items() if n}

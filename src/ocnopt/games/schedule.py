@@ -2,17 +2,19 @@
 
 A player acts as early as its input allows (its *first* stage). Between the split and the merge of a block the
 shorter branch has time to spare: it may act at any stage up to its *last* one, and each such alignment is another game.
+A layer that joins others (:attr:`ocnopt.layers.Adapter.joins`) acts together with the latest player before it, whenever
+that is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 from torch import fx
 
-from ocnopt.games.flow import Flow
+from ocnopt.games.flow import Flow, name_of
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,9 @@ class Schedule:
     What acts is a call of a player, or an operation that reads a parameter (or what was made of parameters alone).
     """
 
-    def __init__(self, flow: Flow) -> None:
-        self.flow = flow
+    def __init__(self, flow: Flow, joining: Collection[str] = ()) -> None:
+        """``joining``: the modules that act in the stage of the player before them."""
+        self.flow, self._joining = flow, joining
         self._free = _made_of_parameters(flow)
         self.acting = [n for n in flow.graph.nodes if self._acts(n)]
         self._before = self._direct_predecessors()
@@ -64,13 +67,22 @@ class Schedule:
         for node in self.acting:
             wanted = min(self.first[node] + delay.get(node, 0), self.last[node])
             # two branches that read one another may want what the data flow forbids: the reader waits
-            stage[node] = max([wanted, *(stage[u] + 1 for u in self._before[node])])
+            earliest = max((stage[u] + self._gap(node) for u in self._before[node]), default=0)
+            stage[node] = earliest if self._follows(node) else max(wanted, earliest)
         return Placement(self._with_the_rest(stage), self.count)
 
     def _acts(self, node: fx.Node) -> bool:
         if node in self._free or node.op in ("placeholder", "get_attr"):
             return False
         return node.op == "call_module" or any(n in self._free for n in node.all_input_nodes)
+
+    def _follows(self, node: fx.Node) -> bool:
+        """Does it act together with a player before it?"""
+        return node.op == "call_module" and name_of(node) in self._joining and bool(self._before[node])
+
+    def _gap(self, node: fx.Node) -> int:
+        """How many stages it is later than the latest player before it."""
+        return 0 if self._follows(node) else 1
 
     def _direct_predecessors(self) -> dict[fx.Node, frozenset[fx.Node]]:
         """What acts upstream of each node, with nothing that acts in between."""
@@ -84,14 +96,16 @@ class Schedule:
     def _earliest(self) -> dict[fx.Node, int]:
         first: dict[fx.Node, int] = {}
         for node in self.acting:
-            first[node] = max((first[u] + 1 for u in self._before[node]), default=0)
+            first[node] = max((first[u] + self._gap(node) for u in self._before[node]), default=0)
         return first
 
     def _latest(self) -> dict[fx.Node, int]:
         last = dict.fromkeys(self.acting, self.count - 1)
         for node in reversed(self.acting):
             for u in self._before[node]:
-                last[u] = min(last[u], last[node] - 1)
+                last[u] = min(last[u], last[node] - self._gap(node))
+        for node in filter(self._follows, self.acting):  # whatever time it has itself: it goes where the other goes
+            last[node] = max(last[u] for u in self._before[node])
         return last
 
     def _find_branches(self) -> list[Branch]:
@@ -101,8 +115,10 @@ class Schedule:
                 continue
             before = self._before[node]
             (u,) = before if len(before) == 1 else (None,)
-            follows = u in of_node and self._slack(u) == self._slack(node)
-            branch = of_node[u] if follows and u is not None else []
+            continues = u in of_node and self._slack(u) == self._slack(node)
+            if self._follows(node) and not continues:
+                continue  # it moves with others, whoever they are
+            branch = of_node[u] if continues and u is not None else []
             branch.append(node)
             of_node[node] = branch
         branches: dict[str, Branch] = {}

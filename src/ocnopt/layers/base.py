@@ -98,6 +98,10 @@ class Adapter(ABC):
     # those from which a reparametrisation computes its weight.
     covers: tuple[str, ...] | None = None
 
+    # Does the layer act in the stage of the layer before it? The two are one map with joint parameters, and what lies
+    # between them is no state of its own. For layers that cost less to run than a state costs to keep and to compare.
+    joins: bool = False
+
     @abstractmethod
     def group_gradients(self, call: Call, groups: Groups) -> dict[str, Tensor]:
         """``{parameter name: [r, *parameter.shape]}``: Σ of the samples' gradients over each group.

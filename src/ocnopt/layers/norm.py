@@ -18,6 +18,7 @@ class Norm(Adapter):
     """``y = weight ⊙ x̂ + bias``: a sample's gradients are h ⊙ x̂ and h, summed over the shared positions."""
 
     covers = ("weight", "bias")
+    joins = True
 
     @abstractmethod
     def normalised(self, call: Call, x: Tensor) -> Tensor:

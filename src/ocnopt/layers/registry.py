@@ -45,6 +45,21 @@ def register(
 
 def find(module: nn.Module) -> tuple[Adapter | None, str | None]:
     """The adapter for ``module`` and ``None``, or ``None`` and the reason why there is none."""
+    adapter, reason = _of_kind(module)
+    reason = reason if adapter is None else adapter.refusal(module)
+    return (adapter, None) if reason is None else (None, reason)
+
+
+def joining(model: nn.Module) -> frozenset[str]:
+    """The names of the modules that act in the stage of the layer before them: trained or frozen, and whether or not
+    their gradients can be split.
+    """
+    adapters = ((name, _of_kind(module)[0]) for name, module in model.named_modules())
+    return frozenset(name for name, adapter in adapters if adapter is not None and adapter.joins)
+
+
+def _of_kind(module: nn.Module) -> tuple[Adapter | None, str | None]:
+    """As :func:`find`, whatever the adapter says about this very module."""
     kind = type(module)
     base = next((t for t in kind.__mro__ if t in _ADAPTERS), None)
     if base is None:
@@ -54,6 +69,4 @@ def find(module: nn.Module) -> tuple[Adapter | None, str | None]:
         return None, f"{kind.__name__} overrides the forward of {base.__name__}"
     if "forward" in vars(module):
         return None, f"the forward of this {kind.__name__} has been replaced by another function"
-    adapter = _ADAPTERS[base]
-    reason = adapter.refusal(module)
-    return (adapter, None) if reason is None else (None, reason)
+    return _ADAPTERS[base], None
