@@ -215,23 +215,51 @@ def test_a_norm_that_is_no_module_has_a_stage_of_its_own() -> None:
     torch.testing.assert_close(opt.diagnostics.s, predicted(opt.diagnostics), rtol=1e-3, atol=1e-12)
 
 
-def test_a_norm_has_no_time_of_its_own() -> None:
-    """The one on the short way could wait for the long one, but it stays where its neighbour is."""
+class Woven(nn.Module):
+    """Beside a path of three layers: what ``short`` makes of the players by their names."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.into, self.head = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, CLASSES)
-            self.short, self.a, self.b = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    def __init__(self, short: Callable[[Callable[[str, Tensor], Tensor], Tensor], Tensor], *names: str) -> None:
+        super().__init__()
+        self.into, self.head = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.path = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        self.short = short
+        for name, layer in layers(*names).items():
+            self.add_module(name, layer)
 
-        def forward(self, x: Tensor) -> Tensor:
-            z = self.into(x)
-            return self.head(self.short(z) + self.b(torch.tanh(self.a(z))))
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.into(x)
+        return self.head(self.path(z) + self.short(lambda name, t: self.get_submodule(name)(t), z))
 
-    model, opt = make(Net, lr=1e-3, alignment="last")
+
+WOVEN: dict[str, tuple[Callable[[], nn.Module], list[list[str]], Groups]] = {
+    # the norm could wait for the path, but it stays where its neighbour is
+    "alone": (
+        lambda: Woven(lambda p, z: p("n", z), "n"),
+        [],
+        [{"into", "n"}, {"path.0"}, {"path.1"}, {"path.2"}, {"head"}],
+    ),
+    # of the two that read a, the norm could wait longer
+    "beside a layer": (
+        lambda: Woven(lambda p, z: p("n", a := p("a", z)) + p("c", a), "a", "n", "c"),
+        [["a", "n", "c"]],
+        [{"into"}, {"path.0"}, {"path.1", "a", "n"}, {"path.2", "c"}, {"head"}],
+    ),
+    # it goes with whichever is later
+    "after two": (
+        lambda: Woven(lambda p, z: p("c", p("n", p("a", z) + p("b", z))), "a", "b", "n", "c"),
+        [["a"], ["b"], ["c"]],
+        [{"into"}, {"path.0"}, {"path.1", "a", "b", "n"}, {"path.2", "c"}, {"head"}],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WOVEN)
+def test_a_norm_has_no_time_of_its_own(name: str) -> None:
+    build, branches, expected = WOVEN[name]
+    model, opt = make(build, lr=1e-3, alignment="last")
     train(model, opt, batches())
-    assert played(opt) == [{"into", "short"}, {"a"}, {"b"}, {"head"}]
-    assert opt.game.branches == []
+    assert [[node.target for node in branch.nodes] for branch in opt.game.branches] == branches
+    assert played(opt) == expected
 
 
 def test_late_branches_take_their_norms_along() -> None:

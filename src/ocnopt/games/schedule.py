@@ -67,8 +67,7 @@ class Schedule:
         for node in self.acting:
             wanted = min(self.first[node] + delay.get(node, 0), self.last[node])
             # two branches that read one another may want what the data flow forbids: the reader waits
-            earliest = max((stage[u] + self._gap(node) for u in self._before[node]), default=0)
-            stage[node] = earliest if self._follows(node) else max(wanted, earliest)
+            stage[node] = max([wanted, *(stage[u] + self._gap(node) for u in self._before[node])])
         return Placement(self._with_the_rest(stage), self.count)
 
     def _acts(self, node: fx.Node) -> bool:
