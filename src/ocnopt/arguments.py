@@ -37,11 +37,14 @@ def _number(
     return check
 
 
+_not_negative = _number(0.0)
+
+
 def _is_lr(value: Any) -> bool:
     if not isinstance(value, Tensor):
-        return _number(0.0)(value)
+        return _not_negative(value)
     # looking at a number on another device would wait for it
-    return value.numel() == 1 and (value.device.type != "cpu" or _number(0.0)(value.item()))
+    return value.numel() == 1 and (value.device.type != "cpu" or _not_negative(value.item()))
 
 
 def _is_rank(value: Any) -> bool:
@@ -95,17 +98,29 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "ekfac": (_flag, "True or False"),
 }
 
+NAMES = tuple(_CHECKS)
+
 
 def check(group: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` that names the argument and shows the value."""
-    for name, (fits, wanted) in _CHECKS.items():
-        if not fits(group[name]):
-            raise ValueError(f"{name} must be {wanted}, got {group[name]!r}")
+    for name in NAMES:
+        _check_one(group, name)
     if group["nesterov"] and (group["ema"] or not group["momentum"]):
         raise ValueError(
             f"nesterov=True is heavy-ball momentum: it needs ema=False and momentum > 0, "
             f"got ema={group['ema']!r}, momentum={group['momentum']!r}"
         )
+
+
+def check_lr(group: Mapping[str, Any]) -> None:
+    """The one that changes at every step."""
+    _check_one(group, "lr")
+
+
+def _check_one(group: Mapping[str, Any], name: str) -> None:
+    fits, wanted = _CHECKS[name]
+    if not fits(group[name]):
+        raise ValueError(f"{name} must be {wanted}, got {group[name]!r}")
 
 
 def check_agreement(groups: Sequence[Mapping[str, Any]]) -> None:

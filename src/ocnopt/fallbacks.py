@@ -60,12 +60,12 @@ class Fallbacks:
         self.seen: set[int] = set()  # ids of players whose calls are of use in this step, on this process or another
 
     def players(
-        self, tape: Tape, players: Sequence[Player], split: bool, state: Mapping[Tensor, dict[str, Any]], world: World
+        self, tape: Tape, players: list[Player], split: bool, state: Mapping[Tensor, dict[str, Any]], world: World
     ) -> list[Player]:
         """The players of this step: with adaptive curvature where the calls that theirs reads are of no use."""
         self.seen = set()
         if not (split or any(p.curvature.needs_model for p in players)):
-            return list(players)
+            return players
         self._probe(tape)
 
         def due(player: Player) -> bool:

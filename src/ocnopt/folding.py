@@ -13,6 +13,9 @@ from ocnopt.players import Player
 from ocnopt.records import Folded, Pass, Record
 
 
+_ALL = Samples()  # where nobody asks which
+
+
 def samples_of(
     folded: Folded | None, passes: Iterable[Pass], rank: int | str, accumulate: int, world: World, over: bool = True
 ) -> Samples:
@@ -22,7 +25,7 @@ def samples_of(
     rows: dict[object, int] = {} if folded is None else dict(enumerate(folded.rows))
     rows |= {this: this.batch or 0 for this in passes}
     if rank == 1:
-        return Samples(1, rows)
+        return Samples(1, rows) if rows else _ALL
     if accumulate > 1:
         planned = [next((n for n in rows.values() if n), 0) * accumulate] * world.size
     else:

@@ -16,7 +16,7 @@ from ocnopt import arguments, shards, whole_step
 from ocnopt.arrangement import Arrangement, passes_of
 from ocnopt.capture import Tape
 from ocnopt.checkpoints import Loading, complete
-from ocnopt.curvature import BY_NAME, Curvature, Identity
+from ocnopt.curvature import Curvature
 from ocnopt.diagnostics import Diagnostics
 from ocnopt.distributed import World, check_known, check_steps, unwrapped
 from ocnopt.fallbacks import Fallbacks
@@ -28,7 +28,7 @@ from ocnopt.layers import Adapter
 from ocnopt.linalg import without_autocast
 from ocnopt.memory import usage
 from ocnopt.play import Snapshot, play
-from ocnopt.players import Player, find_uses, resolve
+from ocnopt.players import Player, find_uses
 from ocnopt.problem import pose
 from ocnopt.records import Folded, Need, Pass
 from ocnopt.rehearsal import is_rehearsal, rehearse
@@ -37,6 +37,7 @@ from ocnopt.rng import AllRNG
 from ocnopt.roster import Roster
 from ocnopt.skips import Skips
 from ocnopt.summary import summarise
+from ocnopt.terms import Terms
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -143,7 +144,7 @@ class OCNOpt(Optimizer):
             )
         if model is not None:
             self.attach(model)
-        elif (why := self._why_model()) is not None:
+        elif (why := self._now.why_model) is not None:
             raise ValueError(f"{why} needs the network: pass model=... as well")
 
     def _reset(self) -> None:
@@ -154,7 +155,9 @@ class OCNOpt(Optimizer):
         self._loading: Loading | None = None
         self._tape: Tape | None = None
         self._unhook: weakref.finalize[..., OCNOpt] | None = None  # takes the hooks off, at the latest when this dies
+        self._terms = Terms([])
         self._roster = Roster()
+        self._looked_at: tuple[Any, ...] = ()  # whose parameters were last found to be of a kind that will do
         self._aligner = Aligner()
         self._arrangement = Arrangement(aligner=self._aligner)
         self._fallbacks = Fallbacks()
@@ -208,7 +211,7 @@ class OCNOpt(Optimizer):
         mine = {id(p) for p in self._parameters}
         if not any(id(p) in mine for p in model.parameters()):
             raise ValueError("model holds none of the parameters of this optimizer")
-        shards.check(self._parameters, model, self._why_model())
+        shards.check(self._parameters, model, self._now.why_model)
         self.detach()
         self._join(process_group if process_group is not None else found)
         self._model, self._wrapper, self._arrangement = model, wrapper, Arrangement(model, self._aligner)
@@ -249,26 +252,24 @@ class OCNOpt(Optimizer):
         self._tape.randomised = {u.module_name for u in random}
         self._tape.once.adapters = {u.module_name: u.adapter for u in uses if u.adapter is not None and u.host is None}
 
+    @property
+    def _now(self) -> Terms:
+        """The hyper-parameters as they are."""
+        if not self._terms.hold(self.param_groups):
+            self._terms = Terms(self.param_groups)
+        return self._terms
+
     def _need(self) -> Need:
-        group = self.param_groups[0]
-        playing = group["feedback"] != "off"
-        kronecker = any(resolve(g["curvature"]).needs_model for g in self.param_groups) and self._wants_calls()
-        # with others to come, in this process or another, nobody knows where the groups of a pass begin and end
-        known = group["accumulate"] == 1 and (self._world is None or self._world.size == 1)
-        return Need(
-            flow=playing and (group["bellman"] == "paper" or group["game"] == "noncooperative"),
-            calls=kronecker or (playing and group["rank"] != 1),
-            states=group["feedback"] == "nonlinear",
-            rank=group["rank"] if playing and known else 1,
-            gram=any(isinstance(resolve(g["curvature"]), Identity) for g in self.param_groups),
-        )
+        terms = self._now
+        due = terms.reads_layers and (terms.always_looks or self._wants_calls())
+        return terms.need(due, self._world is None or self._world.size == 1)
 
     def _summed(self) -> dict[str, Adapter]:
         """The modules of whose calls the coming step reads nothing but sums, with their adapters.
 
         They are formed in the backward pass, which has a thread for each device, with the precision of all set higher.
         """
-        if self._rank != 1 or len({p.device for p in self._parameters}) > 1:
+        if self._now.rank != 1 or len({p.device for p in self._parameters}) > 1:
             return {}
         readers = [(u, p) for p in self._players() if p.curvature.needs_model for u in p.uses[0] if u.host is None]
         kept = {use.module_name for use, player in readers if not player.curvature.takes_tallies}
@@ -277,14 +278,9 @@ class OCNOpt(Optimizer):
 
     def _wants_calls(self) -> bool:
         """Does any curvature look at the layers in the coming step?"""
-        if all(g["factor_every"] == 1 for g in self.param_groups):
-            return True
         if self._due is None:
             self._due = any(p.curvature.due(p.kept(self.state), p.group, p.inside) for p in self._players())
         return self._due
-
-    def _why_model(self) -> str | None:
-        return next((why for g in self.param_groups if (why := arguments.why_model(g)) is not None), None)
 
     # --- a step ---
 
@@ -301,19 +297,22 @@ class OCNOpt(Optimizer):
             rng = AllRNG.capture({p.device for p in self._parameters})
             with torch.enable_grad():
                 loss = closure()
-        self._check()
+        terms = self._now
+        terms.check()
+        everybody = self._players()
+        self._check(terms, everybody)
         try:
-            players = self._roster.acting(self.param_groups, self._model, self._fallbacks)
+            players = self._roster.acting(everybody, self._fallbacks)
             if players and not self._seen() and is_rehearsal(self.param_groups, self.state):
                 rehearse(players, self.param_groups[0], self.state)
             elif players:
                 with without_autocast():
-                    self._step(players, loss, closure, rng)
+                    self._step(terms, players, loss, closure, rng)
         finally:
             self._due = None
             if self._tape is not None:
                 self._tape.clear()
-        self._aligner.after_step(self._rules)
+        self._aligner.after_step(terms.rules)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -321,29 +320,26 @@ class OCNOpt(Optimizer):
         if self._tape is not None:
             self._tape.clear()
 
-    def _check(self) -> None:
+    def _check(self, terms: Terms, players: list[Player]) -> None:
         """Everything that can be wrong is found here, before anything is touched."""
-        for group in self.param_groups:
-            arguments.check(group)
-            for p in group["params"]:
-                if p.grad is not None and (p.grad.layout != torch.strided or p.grad.is_complex()):
-                    kind = "complex" if p.grad.is_complex() else "sparse"
-                    raise RuntimeError(
-                        f"OCNOpt does not support {kind} gradients (a parameter of shape {tuple(p.shape)})"
-                    )
-        arguments.check_agreement(self.param_groups)
-        self._check_processes()
-        if self._tape is not None and self._tape.borrowed and (self._need().calls or self._need().states):
+        for p in self._parameters:
+            grad = p.grad
+            if grad is not None and (grad.layout != torch.strided or grad.is_complex()):
+                kind = "complex" if grad.is_complex() else "sparse"
+                raise RuntimeError(f"OCNOpt does not support {kind} gradients (a parameter of shape {tuple(p.shape)})")
+        self._check_processes(terms, players)
+        need, why = self._need(), terms.why_model
+        if self._tape is not None and self._tape.borrowed and (need.calls or need.states):
             raise RuntimeError(
-                f"{self._why_model()} needs passes of the attached model with its own weights, but gradients came "
+                f"{why} needs passes of the attached model with its own weights, but gradients came "
                 f"through functional_call with others: use rank=1, feedback='linear' and adaptive curvature"
             )
-        if self._need() and self._tape is None:
-            why = self._why_model() or "bellman='paper' with a model"
+        if need and self._tape is None:
             if self._model is not None:  # the groups were changed since the last forward pass
                 self._hook_if_needed()
-                raise RuntimeError(f"{why} was asked for after the forward pass: run forward and backward again")
-            if self._why_model() is not None:
+                late = why or "bellman='paper' with a model"
+                raise RuntimeError(f"{late} was asked for after the forward pass: run forward and backward again")
+            if why is not None:
                 raise RuntimeError(f"{why} needs the network: call attach(model) before the forward pass")
 
     @property
@@ -351,11 +347,11 @@ class OCNOpt(Optimizer):
         """The processes that train the same network, as far as it was said."""
         return self._world
 
-    def _check_processes(self) -> None:
-        shards.check(self._parameters, None, self._why_model())
-        for group in self.param_groups:
-            if (why := arguments.why_together(group)) is None:
-                continue
+    def _check_processes(self, terms: Terms, players: list[Player]) -> None:
+        if self._looked_at != (terms, players):
+            shards.check(self._parameters, None, terms.why_model)
+            self._looked_at = terms, players
+        for group, why in terms.together:
             if self._world is None:
                 check_known(why)
             elif self._world.size > 1:
@@ -363,18 +359,11 @@ class OCNOpt(Optimizer):
                 if (refused := arguments.why_not_together(group)) is not None:
                     raise RuntimeError(f"{refused} (a network that {self._world.size} processes train together)")
 
-    def _talking_to(self, loss: Any) -> World:
+    def _talking_to(self, terms: Terms, loss: Any) -> World:
         """The processes to exchange something with in this step: nobody if all that counts is ``p.grad``."""
-        talks = any(arguments.why_together(g) is not None for g in self.param_groups)
-        talks = talks or loss is not None or self._need().flow
-        return self._world if self._world is not None and talks else World()
-
-    @property
-    def _rank(self) -> int | str:
-        """In how many groups the samples of a step are."""
-        group = self.param_groups[0]
-        rank: int | str = 1 if group["feedback"] == "off" else group["rank"]
-        return rank
+        if self._world is None or not (terms.together or loss is not None or self._need().flow):
+            return World()
+        return self._world
 
     @property
     def _alone(self) -> bool:
@@ -391,20 +380,27 @@ class OCNOpt(Optimizer):
     def _players(self) -> list[Player]:
         return self._roster.players(self.param_groups, self._model)
 
-    def _step(self, players: list[Player], loss: Any, closure: Callable[[], float] | None, rng: AllRNG | None) -> None:
-        group = self.param_groups[0]
-        world = self._talking_to(loss)
+    def _step(
+        self,
+        terms: Terms,
+        players: list[Player],
+        loss: Any,
+        closure: Callable[[], float] | None,
+        rng: AllRNG | None,
+    ) -> None:
+        group, need = self.param_groups[0], self._need()
+        world = self._talking_to(terms, loss)
         passes = [] if self._tape is None else passes_of(self._tape, group)
         folded = None if self._tape is None else self._tape.folded
-        samples = samples_of(folded, passes, self._rank, group["accumulate"], world)
+        samples = samples_of(folded, passes, terms.rank, group["accumulate"], world)
         if self._tape is not None:
             self._tape.rescale(world)
             players = self._fallbacks.players(self._tape, players, samples.groups.rank > 1, self.state, world)
         self._seated = players
-        stages, live = self._arrangement.arrange(players, passes, samples, group, self._need(), self._tape, world)
-        if self._need().flow or self._need().states:
+        stages, live = self._arrangement.arrange(players, passes, samples, group, need, self._tape, world)
+        if need.flow or need.states:
             world.must_agree(f"{stages.modules} {stages.stage_of}", "do not run the same layers in the same order")
-        if self._need().flow and self._tape is not None and not self._tape.order:
+        if need.flow and self._tape is not None and not self._tape.order:
             self._fallbacks.say("the model", "none of its forward passes was seen", "layers act as they are defined")
         if group["feedback"] == "nonlinear":
             self._fallbacks.uncalled(p for p in players if stages.of(p) in stages.uncalled)
@@ -412,9 +408,8 @@ class OCNOpt(Optimizer):
         before = loss.detach() if isinstance(loss, Tensor) else loss
         if before is not None and not isinstance(before, Tensor):
             before = torch.tensor(before, dtype=torch.float64)
-        # where code of others runs in the middle of it: the model, or a curvature of somebody's own
-        others = group["feedback"] == "nonlinear" or any(p.curvature.name not in BY_NAME for p in players)
-        with Snapshot(players, self.state) if others and not whole_step.underway() else nullcontext():
+        guarded = terms.runs_code_of_others and not whole_step.underway()
+        with Snapshot(players, self.state) if guarded else nullcontext():
             seen, maximize = self._fallbacks.seen, group["maximize"]
             problem = pose(players, stages, records, folded, self.state, samples, before, maximize, world, seen)
             self._diagnostics = play(problem, group, self._tape, passes, samples, live, world)
@@ -430,14 +425,15 @@ class OCNOpt(Optimizer):
         and it was said how many are to come, they take its place.
         """
         group, tape = self.param_groups[0], self._tape
-        kronecker = any(resolve(g["curvature"]).needs_model for g in self.param_groups)
-        if tape is None or group["accumulate"] == 1 or kronecker or self._need().states or not self._need().calls:
+        if tape is None or group["accumulate"] == 1 or self._now.reads_layers or self._need().states:
+            return
+        if not self._need().calls:
             return
         passes = passes_of(tape, group)
         tape.folded = tape.folded or Folded(Pass(None, order=passes[0].order, flow=passes[0].flow))
         with without_autocast():
             world = self._world or World()
-            samples = samples_of(tape.folded, passes, self._rank, group["accumulate"], world, over=False)
+            samples = samples_of(tape.folded, passes, self._now.rank, group["accumulate"], world, over=False)
             players = [p for p in self._players() if all(q.grad is not None for q in p.params)]
             players = self._fallbacks.players(tape, players, True, self.state, World())
             fold(tape.folded, players, tape.records, samples)
@@ -454,7 +450,7 @@ class OCNOpt(Optimizer):
 
     @property
     def _rules(self) -> dict[str, Alignment]:
-        return rules_of(self.param_groups[0]["alignment"]) or {}
+        return self._now.rules
 
     # --- looking at it ---
 

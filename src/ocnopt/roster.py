@@ -13,26 +13,36 @@ from ocnopt.players import Player, gather
 
 class Roster:
     def __init__(self) -> None:
-        self._known: tuple[Any, list[Player]] | None = None
+        self._key: tuple[Any, ...] | None = None
+        self._players: list[Player] = []
         self._looked_at: list[Player] | None = None
         self._alone: dict[tuple[Player, int], Player] = {}
 
     def players(self, groups: Sequence[dict[str, Any]], model: nn.Module | None) -> list[Player]:
-        rates = tuple(next(i for i, h in enumerate(groups) if _same_rate(h["lr"], g["lr"])) for g in groups)
-        trained = tuple(p.requires_grad for g in groups for p in g["params"])
-        key = (tuple((id(g), len(g["params"]), g["curvature"]) for g in groups), rates, trained)
-        if self._known is None or self._known[0] != key:
-            self._known, self._alone = (key, gather(groups, model)), {}
-        return self._known[1]
+        """The same list, as long as nothing has changed."""
+        params = [p for group in groups for p in group["params"]]
+        key = (
+            [(id(g), len(g["params"]), g["curvature"]) for g in groups],
+            [next(i for i, h in enumerate(groups) if _same_rate(h["lr"], g["lr"])) for g in groups],
+            list(map(id, params)),
+            list(map(type, params)),  # others put parts in their places
+            [p.requires_grad for p in params],
+            [p.dtype for p in params],
+            [p.device for p in params],
+        )
+        if self._key != key:
+            self._key, self._players, self._alone = key, gather(groups, model), {}
+        return self._players
 
-    def acting(self, groups: Sequence[dict[str, Any]], model: nn.Module | None, fallbacks: Fallbacks) -> list[Player]:
+    def acting(self, players: list[Player], fallbacks: Fallbacks) -> list[Player]:
         """The players with gradients. Of a layer's block with some, each parameter that has one acts by itself."""
-        acting: list[Player] = []
         fallbacks.reasons.clear()
-        players = self.players(groups, model)
         if players is not self._looked_at:
             fallbacks.shared(players)
             self._looked_at = players
+        if all(q.grad is not None for player in players for q in player.params):
+            return players
+        acting: list[Player] = []
         for player in players:
             have = [q.grad is not None for q in player.params]
             if all(have):
