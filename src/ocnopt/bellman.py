@@ -49,7 +49,7 @@ class Policy(ABC):
 
 
 class StageKernels(Protocol):
-    """K and u of all seats, ``[N, r, r]`` and ``[N, r]``, their sums from each stage on, and over everything."""
+    """K and u of all seats, ``[N, r, r]`` and ``[N, r]``, their sums from each stage on, and J + Σ K and b − Σ u."""
 
     @property
     def K(self) -> Tensor: ...
@@ -57,8 +57,7 @@ class StageKernels(Protocol):
     def u(self) -> Tensor: ...
     @property
     def tails(self) -> tuple[Tensor, Tensor]: ...
-    @property
-    def total(self) -> tuple[Tensor, Tensor]: ...
+    def add_to(self, J: Tensor, b: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 class Consistent(Policy):
@@ -125,8 +124,7 @@ class Consistent(Policy):
 
     def whole_network(self) -> Tensor:
         """w of the linear rollout, one for all stages: J_0^{-1} b_0, the damped Gauss-Newton step of the network."""
-        K, u = self.kernels.total
-        return solve_spd(self._last + K, self.precision - u)
+        return solve_spd(*self.kernels.add_to(self._last, self.precision))
 
     def value(self, k: int) -> tuple[Tensor, Tensor]:
         if k == len(self.J):

@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, field
-from itertools import accumulate
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ocnopt.curvature import Curvature, Metric
+from ocnopt.curvature import Metric
 from ocnopt.curvature.tally import Tally
 from ocnopt.distributed import World
 from ocnopt.gradients import GroupGradients
@@ -22,7 +22,8 @@ from ocnopt.layers.base import Call
 from ocnopt.moment import Moment
 from ocnopt.phases import CURVATURE
 from ocnopt.players import Player
-from ocnopt.shards import local
+from ocnopt.shards import parts
+from ocnopt.shelves import Shelf
 
 Scalar = float | Tensor
 
@@ -31,13 +32,7 @@ Scalar = float | Tensor
 class Bucket:
     """One slice of the problem of one step. Lists run over the parameters of ``players``, one after another."""
 
-    group: dict[str, Any]
-    curvature: Curvature
-    players: list[Player]
-    params: list[Tensor]
-    states: list[dict[str, Any]]
-    peers: Sequence[Player]  # all players of the step that have this curvature
-    seats: list[int]  # of each player
+    shelf: Shelf
     gradients: GroupGradients
     calls: Mapping[int, list[tuple[Part, list[Call]]]]  # id(player) → forward passes → calls of its module
     tallies: Mapping[int, list[Tally]]  # id(player) → forward passes whose calls have been added up
@@ -45,7 +40,6 @@ class Bucket:
     moment: Moment  # when it is
     ok: Tensor  # 1, or 0 if this step must leave no trace
     world: World = field(default_factory=World)  # the processes that share the batch
-    owners: World = field(default_factory=World)  # the processes that hold a part of each parameter
     failed_refreshes: int = field(default=0)
     metric: Metric | None = field(default=None)
     preconditioned: GroupGradients | None = field(default=None)  # C^{-1} G
@@ -54,12 +48,33 @@ class Bucket:
     )  # what directions are multiplied by: −η, or nothing in a step without a trace
     pending: list[Tensor] | None = field(default=None)  # changes of the parameters that are planned, and not made yet
 
+    @property
+    def group(self) -> dict[str, Any]:
+        return self.shelf.group
+
+    @property
+    def players(self) -> list[Player]:
+        return self.shelf.players
+
+    @property
+    def peers(self) -> Sequence[Player]:
+        """All players of the step that have this curvature."""
+        return self.shelf.peers
+
+    @property
+    def params(self) -> list[Tensor]:
+        return self.shelf.params
+
+    @property
+    def states(self) -> list[dict[str, Any]]:
+        return self.shelf.states
+
     @CURVATURE
     def measure(self, a: Tensor | None) -> None:
         """Let the curvature learn from this step, see :meth:`Curvature.measure`."""
-        self.metric = self.curvature.measure(self, a)
+        self.metric = self.shelf.curvature.measure(self, a)
 
-    @property
+    @cached_property
     def lr(self) -> Scalar:
         lr: Scalar = self.group["lr"]
         return lr.clone().reshape(()) if isinstance(lr, Tensor) else lr  # a scheduler changes it in place
@@ -74,10 +89,11 @@ class Bucket:
 
         Of a parameter in parts, this process gets its own, as of gradients; the state has the shape of the parameter.
         """
-        for state, p in zip(self.states, self.params, strict=True):
-            if key not in state:
-                state[key] = torch.zeros_like(p, dtype=self.ok.dtype, memory_format=torch.preserve_format)
-        return [local(state[key]) for state in self.states]
+        if not all(key in state for state in self.states):
+            for state, p in zip(self.states, self.params, strict=True):
+                if key not in state:
+                    state[key] = torch.zeros_like(p, dtype=self.ok.dtype, memory_format=torch.preserve_format)
+        return parts(state[key] for state in self.states)
 
     def force(self, a: Tensor | None) -> list[Tensor]:
         """Q_θ = G a + γθ (a = 1 in consistent mode): the gradient of the Bellman objective.
@@ -99,13 +115,13 @@ class Bucket:
         N: int = self.group["players"]
         return N
 
-    @property
+    @cached_property
     def _decays(self) -> list[float]:
         return [group["weight_decay"] for player in self.players for group in player.groups]
 
     def _decayed(self) -> list[Tensor]:
         """γθ."""
-        return list(torch._foreach_mul([local(p).detach().to(self.ok.dtype) for p in self.params], self._decays))
+        return list(torch._foreach_mul([p.to(self.ok.dtype) for p in parts(self.params)], self._decays))
 
     # --- the table of math section 3: a momentum step is a DDP step in the long-run metric, a fraction φ at a time ---
 
@@ -115,28 +131,30 @@ class Bucket:
         return 1.0 if self.group["ema"] else 1 / (1 - self.group["momentum"])
 
     @property
-    def fraction(self) -> Scalar:
-        """φ, the part of the planned step that is taken now."""
+    def fraction(self) -> tuple[float, Scalar]:
+        """φ, the part of the planned step that is taken now, as a quotient."""
         mu: float = self.group["momentum"]
         if self.group["ema"]:
-            return (1 - mu) / self._momentum_correction
-        return 1 - mu**2 if self.group["nesterov"] else 1 - mu
+            return 1 - mu, self._momentum_correction
+        return 1 - mu**2 if self.group["nesterov"] else 1 - mu, 1.0
 
     @property
     def _momentum_correction(self) -> Scalar:
         averaged = self.group["ema"] and self.group["bias_correction"]
         return self.moment.weight_of_average(self.group["momentum"]) if averaged else 1.0
 
-    def linear_cost(self, preconditioned: GroupGradients) -> Tensor | None:
-        """G^T C^{-1} ℓ, ``[rows, r]``, with ℓ = γθ + (what is left of the momentum), or ``None`` if there is no ℓ."""
-        mu, terms = self.group["momentum"], []
-        if mu:
-            m = self.zeros_like_parameters("momentum")
-            scale = mu / (1 - mu) if self.group["ema"] else mu**2 / (1 + mu) if self.group["nesterov"] else mu
-            terms.append(preconditioned.project(m) * scale)
-        if self._has_decay:
-            terms.append(preconditioned.project(self._decayed()))
-        return sum(terms[1:], terms[0]) if terms else None
+    def linear_cost(self) -> tuple[list[Tensor], float] | None:
+        """ℓ = γθ + (what is left of the momentum): vectors and what they are to be multiplied by, or ``None`` if there
+        is no ℓ.
+        """
+        mu = self.group["momentum"]
+        if not mu:
+            return (self._decayed(), 1.0) if self._has_decay else None
+        scale = mu / (1 - mu) if self.group["ema"] else mu**2 / (1 + mu) if self.group["nesterov"] else mu
+        m = self.zeros_like_parameters("momentum")
+        if not self._has_decay:
+            return m, scale
+        return list(torch._foreach_add(self._decayed(), m, alpha=scale)), 1.0
 
     def decoupled_drift(self) -> Tensor | None:
         """G^T γθ, ``[rows, r]``, of a decoupled weight decay."""
@@ -214,7 +232,7 @@ class Bucket:
         assert self.metric is not None
         self.stride = self.ok * -self.lr / self._momentum_correction
         if direction is None:
-            change = [torch.zeros_like(local(p), dtype=self.ok.dtype) for p in self.params]
+            change = [torch.zeros_like(p, dtype=self.ok.dtype) for p in parts(self.params)]
         else:
             change = list(torch._foreach_mul(self.metric.solve(direction), self.stride))
         if self.group["decoupled_weight_decay"] and any(self._decays):
@@ -222,25 +240,18 @@ class Bucket:
         return change
 
     def _move(self, change: list[Tensor]) -> None:
-        torch._foreach_add_([local(p) for p in self.params], change)
+        torch._foreach_add_(parts(self.params), change)
 
     def select(self, seats: Sequence[int]) -> Bucket | None:
         """The players of some seats, or ``None``. Shares state with the whole."""
-        chosen = [i for i, theirs in enumerate(self.seats) if theirs in seats]
-        if not chosen:
+        selected = self.shelf.select(seats)
+        if selected is None:
             return None
-        ends = list(accumulate((len(player.params) for player in self.players), initial=0))
-        index = [j for i in chosen for j in range(ends[i], ends[i + 1])]
         few = copy(self)  # quicker than dataclasses.replace, and asked for at each layer
-        few.players = [self.players[i] for i in chosen]
-        few.seats = [self.seats[i] for i in chosen]
-        few.params = [self.params[j] for j in index]
-        few.states = [self.states[j] for j in index]
+        vars(few).pop("_decays", None)
+        few.shelf, index = selected
         few.gradients = self.gradients.select(index)
         few.metric = None if self.metric is None else self.metric.select(index)
         few.preconditioned = None if self.preconditioned is None else self.preconditioned.select(index)
         few.pending = None if self.pending is None else [self.pending[j] for j in index]
         return few
-
-    def parameter_seats(self) -> list[int]:
-        return [seat for seat, player in zip(self.seats, self.players, strict=True) for _ in player.params]

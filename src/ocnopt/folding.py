@@ -12,7 +12,6 @@ from ocnopt.groups import Samples
 from ocnopt.players import Player
 from ocnopt.records import Folded, Pass, Record
 
-
 _ALL = Samples()  # where nobody asks which
 
 

@@ -19,14 +19,8 @@ from ocnopt.layers.base import Call, compute_dtype
 from ocnopt.multi import masked
 from ocnopt.players import Player, Use
 from ocnopt.records import Folded, Pass, Record
-from ocnopt.shards import local
+from ocnopt.shelves import Shelf
 from ocnopt.trees import mapped
-
-
-def gradient_of(p: Tensor) -> Tensor:
-    """What this process holds of it."""
-    assert p.grad is not None
-    return local(p.grad)
 
 
 class Calls:
@@ -131,17 +125,17 @@ class Forms:
         self,
         records: Sequence[Record],
         samples: Samples,
-        ok: Tensor | None = None,
         maximize: bool = False,
         folded: Folded | None = None,
         world: World | None = None,
         seen: Set[int] = frozenset(),
     ) -> None:
-        """``ok``: 0 if the step must leave no trace; ``folded``: passes that are no longer on the tape; ``world``: the
+        """``folded``: passes that are no longer on the tape; ``world``: the
         processes that share the batch; ``seen``: ids of players whose calls are of use, here or there.
         """
         self.calls, self.samples, self.folded = Calls(records), samples, folded
-        self.ok, self.maximize, self.world, self.seen = ok, maximize, world or World(), seen
+        self.maximize, self.world, self.seen = maximize, world or World(), seen
+        self.ok: Tensor | None = None  # false if the step must leave no trace
         self._columns: dict[tuple[int, str], dict[str, Tensor]] = {}
 
     def calls_of(self, player: Player) -> list[tuple[Part, list[Call]]]:
@@ -152,31 +146,35 @@ class Forms:
         return self.calls.tallies(player)
 
     def kind(self, player: Player) -> type[GroupGradients]:
-        rank, records = self.samples.groups.rank, self.calls.records(player)
+        rank = self.samples.groups.rank
         if rank == 1 or id(player) not in self.seen:
             return Shared
+        records = self.calls.records(player)
         alone = len(records) == 1 and self.samples.of(records[0].origin).groups == self.samples.groups
         alone = alone and not records[0].columns
         alone = alone and isinstance(player.curvature, Identity) and not player.inside and self.world.size == 1
         assert player.adapter is not None
         return Gram if alone and player.adapter.prefers_gram(records[0].call(), rank) else Explicit
 
-    def build(self, kind: type[GroupGradients], players: Sequence[Player], fractions: Tensor) -> GroupGradients:
-        params = [p for player in players for p in player.params]
-        grads = [gradient_of(p).detach().to(compute_dtype(p.dtype)) for p in params]
-        if self.ok is not None:
-            grads = masked(grads, self.ok.to(params[0].device))
+    def build(self, shelf: Shelf, grads: list[Tensor], squares: Tensor, fractions: Tensor) -> GroupGradients:
+        """``grads``: what this process holds of the gradients of a shelf; ``squares``: of each, the sum of squares."""
+        wide = compute_dtype(shelf.params[0].dtype)
+        grads = [g if g.dtype == wide else g.to(wide) for g in grads]
+        ok = self.ok if self.ok is None else self.ok.to(grads[0].device)
+        if ok is not None:
+            grads = masked(grads, ok)
         if self.maximize:
             torch._foreach_neg_(grads)
         fractions = fractions.to(grads[0])
-        if kind is Shared:
-            return Shared(grads, fractions)
-        if kind is Explicit:
-            columns = [G for player in players for G in self.columns(player)]
+        if shelf.kind is Shared:
+            known = ok is not None and isinstance(shelf.curvature, Identity)
+            return Shared(grads, fractions, self._masked(squares) if known else None)
+        if shelf.kind is Explicit:
+            columns = [G for player in shelf.players for G in self.columns(player)]
             self.world.sum_(columns)
             whole = [Explicit.adding_up_to(g, G, fractions) for g, G in zip(grads, columns, strict=True)]
             return Explicit(whole, fractions)
-        return self._gram(players, grads, fractions)
+        return self._gram(shelf.players, grads, fractions)
 
     def columns(self, player: Player) -> list[Tensor]:
         """``[r, *shape]`` of each parameter of a player, as the tape tells it."""

@@ -56,6 +56,10 @@ class GroupGradients(ABC):
     def project(self, vectors: Sequence[Tensor]) -> Tensor:
         """``[rows, r]``: G^T v."""
 
+    def products(self, other: GroupGradients, vectors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """G^T G' and G'^T v."""
+        return self.kernels(other), other.project(vectors)
+
     @abstractmethod
     def select(self, parameters: Sequence[int]) -> GroupGradients:
         """The part that belongs to the named parameters."""
@@ -67,6 +71,7 @@ class Shared(GroupGradients):
 
     grads: list[Tensor]
     fractions: Tensor
+    squares: Tensor | None = None  # g^T g of each, where that is known
 
     def mix(self, w: Tensor) -> list[Tensor]:
         return list(torch._foreach_mul(self.grads, self._share(w)))
@@ -87,11 +92,19 @@ class Shared(GroupGradients):
         return self.grads
 
     def preconditioned(self, metric: Metric) -> Shared:
-        return Shared(metric.solve(self.grads), self.fractions)
+        return self if metric.is_identity else Shared(metric.solve(self.grads), self.fractions)
 
     def kernels(self, other: GroupGradients) -> Tensor:
         assert isinstance(other, Shared)
-        return self._spread(self._spread(inner(self.grads, other.grads)))
+        known = self.squares if other is self else None
+        return self._spread(self._spread(inner(self.grads, other.grads) if known is None else known))
+
+    def products(self, other: GroupGradients, vectors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        assert isinstance(other, Shared)
+        if other is self and self.squares is not None:
+            return super().products(other, vectors)
+        both = inner([*self.grads, *vectors], [*other.grads, *other.grads]).view(2, -1)  # in as few launches as one
+        return self._spread(self._spread(both[0])), self._spread(both[1])
 
     def project(self, vectors: Sequence[Tensor]) -> Tensor:
         return self._spread(inner(self.grads, vectors))
@@ -122,7 +135,7 @@ class Explicit(GroupGradients):
                 t.add_(torch.mv(_rows(G).T, w).view(t.shape), alpha=scale)
 
     def preconditioned(self, metric: Metric) -> Explicit:
-        return Explicit(metric.solve(self.columns), self.fractions)
+        return self if metric.is_identity else Explicit(metric.solve(self.columns), self.fractions)
 
     def kernels(self, other: GroupGradients) -> Tensor:
         assert isinstance(other, Explicit)

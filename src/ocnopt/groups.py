@@ -62,7 +62,7 @@ class Groups:
     def fractions(self, like: Tensor) -> Tensor:
         """ν = n / B, ``[r]``, in the dtype and on the device of ``like``."""
         if self.even:  # no host data to copy, so no synchronisation on a GPU
-            return torch.full((self.rank,), 1.0 / self.rank, dtype=like.dtype, device=like.device)
+            return _even(self.rank, like.dtype, like.device)
         rows = self.of_rows(like.device)
         ones = torch.full((self.batch,), 1.0 / max(self.batch, 1), dtype=like.dtype, device=like.device)
         return torch.zeros(self.rank, dtype=like.dtype, device=like.device).index_add_(0, rows, ones)
@@ -86,6 +86,11 @@ class Groups:
     def expand(self, weights: Tensor) -> Tensor:
         """Give every row the weight of its group: ``[r] -> [B]``."""
         return weights[self.of_rows(weights.device)]
+
+
+@lru_cache(maxsize=64)
+def _even(rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((rank,), 1.0 / rank, dtype=dtype, device=device)
 
 
 @lru_cache(maxsize=64)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,20 +17,25 @@ class Moment:
 
     clock: Tensor  # steps taken, this one not counted
     dtype: torch.dtype
+    rates: Sequence[float] = ()  # of the averages that are likely to be asked for
     _weights: dict[float, Tensor] = field(default_factory=dict)
-    _steps: Tensor | None = None
-
-    @property
-    def steps(self) -> Tensor:
-        """Steps taken, this one counted; at least 1, so that bias corrections of a bad first step stay finite."""
-        if self._steps is None:
-            self._steps = (self.clock + 1).to(self.dtype)
-        return self._steps
 
     def weight_of_average(self, mu: float) -> Tensor | float:
-        """1 − μ^t, what an average that started at zero lacks; without loss of digits where μ is close to 1."""
+        """1 − μ^t, what an average that started at zero lacks; without loss of digits where μ is close to 1.
+
+        This step is counted, so that bias corrections of a bad first step stay finite.
+        """
         if not mu:
             return 1.0
         if mu not in self._weights:
-            self._weights[mu] = -torch.expm1(self.steps * math.log(mu))
+            rates = tuple(dict.fromkeys((mu, *filter(None, self.rates))))
+            logs = _logarithms(rates, self.dtype, self.clock.device)
+            weights = -torch.expm1(torch.addcmul(logs, logs, self.clock.to(self.dtype)))
+            self._weights |= zip(rates, weights.unbind(), strict=True)
         return self._weights[mu]
+
+
+@lru_cache(maxsize=64)
+def _logarithms(rates: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    # one by one: a list would have to be copied to the device
+    return torch.stack([torch.full((), math.log(mu), dtype=dtype, device=device) for mu in rates])

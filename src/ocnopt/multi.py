@@ -16,7 +16,8 @@ _BITS = {
     torch.float16: torch.int16,
 }
 
-_LARGEST = {torch.float32: 1e15, torch.float64: 1e150}
+#: sums of squares
+_LARGEST = {torch.float32: 1e30, torch.float64: 1e300}
 
 _ROW = 1024
 
@@ -46,24 +47,31 @@ def _layout(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
     return torch.zeros(_ROW, dtype=dtype, device=device), torch.tensor(ends, device=device)
 
 
-def finite(tensors: Sequence[Tensor]) -> Tensor:
-    """``[n]`` booleans on the device of the first: can every entry of each tensor be squared and summed?
+def squares(tensors: Sequence[Tensor]) -> Tensor:
+    """``[n]``: the sum of the squares of each, in float32 at least."""
+    if tensors[0].is_cuda:
+        dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+        return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=dtype)).square()
+    wide = [_wide(t) for t in tensors]
+    return inner(wide, wide)
+
+
+def moderate(squares: Tensor) -> Tensor:
+    """Can entries of which these are the sums of squares be squared and summed?
 
     NaN and infinity cannot, nor can numbers whose squares overflow: they would stay in second moments and factors.
     """
-    return _all_fine(tensors, _quick_norms, squared=True)
+    return squares < _LARGEST[squares.dtype]
+
+
+def finite(tensors: Sequence[Tensor]) -> Tensor:
+    """``[n]`` booleans on the device of the first: can every entry of each tensor be squared and summed?"""
+    return _all_fine(tensors, lambda alike: moderate(squares(alike)))
 
 
 def sums_finite(tensors: Sequence[Tensor]) -> Tensor:
     """``[n]`` booleans on the device of the first: is the sum of each finite? The cheapest look at large tensors."""
-    return _all_fine(tensors, _quick_sums, squared=False)
-
-
-def _quick_norms(tensors: list[Tensor]) -> Tensor:
-    if tensors[0].is_cuda:
-        return torch.stack(torch._foreach_norm(tensors, torch.inf))
-    flat = [_wide(t.reshape(-1)) for t in tensors]  # the largest entry would take ten times as long to find
-    return torch.stack([torch.dot(t, t) for t in flat]).sqrt()
+    return _all_fine(tensors, lambda alike: torch.isfinite(_quick_sums(alike)))
 
 
 def _quick_sums(tensors: list[Tensor]) -> Tensor:
@@ -73,18 +81,13 @@ def _quick_sums(tensors: list[Tensor]) -> Tensor:
     return torch.stack([t.sum(dtype=wide) for t in tensors])
 
 
-def _all_fine(tensors: Sequence[Tensor], look: Callable[[list[Tensor]], Tensor], squared: bool) -> Tensor:
-    """``look`` gives a number for each of some tensors that are alike."""
+def _all_fine(tensors: Sequence[Tensor], look: Callable[[list[Tensor]], Tensor]) -> Tensor:
+    """``look`` tells of some tensors that are alike."""
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, t in enumerate(tensors):
-        if t.numel():
-            alike.setdefault((t.device, t.dtype), []).append(i)
-    fine = [
-        found < _LARGEST[found.dtype] if squared else torch.isfinite(found)
-        for chosen in alike.values()
-        for found in [_wide(look([tensors[i] for i in chosen]))]
-    ]
-    if len(fine) == 1 and len(fine[0]) == len(tensors):
+        alike.setdefault((t.device, t.dtype), []).append(i)
+    fine = [look([tensors[i] for i in chosen]) for chosen in alike.values()]
+    if len(fine) == 1:
         return fine[0]
     device = tensors[0].device
     single = {
@@ -92,12 +95,11 @@ def _all_fine(tensors: Sequence[Tensor], look: Callable[[list[Tensor]], Tensor],
         for chosen, found in zip(alike.values(), fine, strict=True)
         for i, each in zip(chosen, found.to(device).unbind(), strict=True)
     }
-    nothing = torch.ones((), dtype=torch.bool, device=device)
-    return torch.stack([single.get(i, nothing) for i in range(len(tensors))])
+    return torch.stack([single[i] for i in range(len(tensors))])
 
 
 def _wide(t: Tensor) -> Tensor:
-    return t.to(torch.promote_types(t.dtype, torch.float32))
+    return t if t.dtype in _LARGEST else t.to(torch.float32)
 
 
 def masked(tensors: Sequence[Tensor], ok: Tensor) -> list[Tensor]:

@@ -359,9 +359,9 @@ class OCNOpt(Optimizer):
                 if (refused := arguments.why_not_together(group)) is not None:
                     raise RuntimeError(f"{refused} (a network that {self._world.size} processes train together)")
 
-    def _talking_to(self, terms: Terms, loss: Any) -> World:
+    def _talking_to(self, loss: Any) -> World:
         """The processes to exchange something with in this step: nobody if all that counts is ``p.grad``."""
-        if self._world is None or not (terms.together or loss is not None or self._need().flow):
+        if self._world is None or not (self._now.together or loss is not None or self._need().flow):
             return World()
         return self._world
 
@@ -389,7 +389,7 @@ class OCNOpt(Optimizer):
         rng: AllRNG | None,
     ) -> None:
         group, need = self.param_groups[0], self._need()
-        world = self._talking_to(terms, loss)
+        world = self._talking_to(loss)
         passes = [] if self._tape is None else passes_of(self._tape, group)
         folded = None if self._tape is None else self._tape.folded
         samples = samples_of(folded, passes, terms.rank, group["accumulate"], world)
@@ -411,7 +411,19 @@ class OCNOpt(Optimizer):
         guarded = terms.runs_code_of_others and not whole_step.underway()
         with Snapshot(players, self.state) if guarded else nullcontext():
             seen, maximize = self._fallbacks.seen, group["maximize"]
-            problem = pose(players, stages, records, folded, self.state, samples, before, maximize, world, seen)
+            problem = pose(
+                players,
+                stages,
+                records,
+                folded,
+                self.state,
+                samples,
+                before,
+                maximize,
+                world,
+                seen,
+                self._roster.shelves,
+            )
             self._diagnostics = play(problem, group, self._tape, passes, samples, live, world)
         problem.tick()
         self._count += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,43 +10,66 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ocnopt import shards
+from ocnopt import multi, shards
 from ocnopt.bellman import Consistent, Paper, Policy, terminal_precision
 from ocnopt.bucket import Bucket, Scalar
 from ocnopt.distributed import World
-from ocnopt.forms import Forms, gradient_of
+from ocnopt.forms import Forms
 from ocnopt.groups import Samples
 from ocnopt.layers.base import compute_dtype
 from ocnopt.linalg import full_precision
 from ocnopt.moment import Moment
-from ocnopt.multi import finite, sums_finite
 from ocnopt.phases import BELLMAN, GRADIENTS, UPDATE
 from ocnopt.players import Player
 from ocnopt.records import Folded, Record
+from ocnopt.shelves import Shelves
 from ocnopt.stages import Stages
 
 
 @dataclass
 class Part:
-    """The rows of one bucket: kernels and linear costs by parameter, before they are added up."""
+    """The rows of one bucket: kernels and linear costs by parameter, before they are scaled and added up."""
 
     seats: list[int]  # of each row
-    K: Tensor  # [rows, r, r]
-    u: Tensor  # [rows, r]: what goes through the metric
-    free: (
-        Tensor | None
-    )  # [rows, r]: a decoupled decay drifts by ηγθ at each step, whatever fraction of the rest is taken
-    step: Scalar  # of the rollout: 1, or η in paper mode, where the step size is outside the metric
-    fraction: Scalar  # φ
+    K: Tensor  # [rows, r, r]: G^T C^{-1} G
+    u: Tensor | None  # [rows, r]: G^T C^{-1} ℓ, what goes through the metric
+    free: Tensor | None  # [rows, r]: a decoupled decay drifts by ηγθ, whatever fraction of the rest is taken
+    players: int  # N
+    share: float  # what u was divided by
+    scale: Scalar  # M^{-1} = scale · C^{-1}
+    drift: Scalar  # η, or 1 in paper mode, where the step size is outside the metric
+    step: Scalar  # of the rollout: 1, or η in paper mode
+    fraction: tuple[float, Scalar]  # φ, as a quotient
 
     def rows(self, step: Scalar = 1.0, fraction: Scalar = 1.0) -> Tensor:
         """``[rows, r + 1, r]``: K, and u below it."""
-        K, u, free = self.K, self.u, self.free
-        if isinstance(scale := step * fraction, Tensor) or scale != 1:
-            K, u = scale * K, scale * u
-        if free is not None:
-            u = u + (step * free if isinstance(step, Tensor) or step != 1 else free)
+        scale = self.scale * step * fraction
+        K = self.K * (self.players * scale)
+        u = torch.zeros_like(K[:, 0]) if self.u is None else self.u * (self.share * scale)
+        if self.free is not None:
+            u = u + self.free * (self.drift * step)
         return torch.cat([K, u[:, None]], 1)
+
+    def taken(self) -> Tensor:
+        """Of the fraction φ that is really taken."""
+        over, under = self.fraction
+        return self.rows(self.step, over / under)
+
+    def add_to(self, J: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """J + Σ K and b − Σ u, in few launches."""
+        J = _plus(J, self.K.sum(0).to(J), self.players, self.scale)
+        if self.u is not None:
+            b = _plus(b, self.u.sum(0).to(b), -self.share, self.scale)
+        if self.free is not None:
+            b = _plus(b, self.free.sum(0).to(b), -1.0, self.drift)
+        return J, b
+
+
+def _plus(x: Tensor, y: Tensor, factor: float, scale: Scalar) -> Tensor:
+    """x + factor · scale · y."""
+    if isinstance(scale, Tensor):
+        return torch.addcmul(x, y, scale.to(x), value=factor)
+    return torch.add(x, y, alpha=factor * scale)
 
 
 @dataclass
@@ -78,12 +100,11 @@ class Kernels:
         places = [[self.stage_of[seat] for seat in part.seats] for part in self.parts]
         return self._add([part.rows() for part in self.parts], places, max(self.stage_of) + 1, tails=True)
 
-    @cached_property
-    def total(self) -> tuple[Tensor, Tensor]:
-        """Σ_k K_k and Σ_k u_k: all that the linear rollout of consistent mode needs."""
-        whole = [part.rows().sum(0).to(self.like) for part in self.parts]
-        both = whole[0] if len(whole) == 1 else torch.stack(whole).sum(0)
-        return both[:-1], both[-1]
+    def add_to(self, J: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """J + Σ_k K_k and b − Σ_k u_k: all that the linear rollout of consistent mode needs."""
+        for part in self.parts:
+            J, b = part.add_to(J, b)
+        return J, b
 
     @cached_property
     def plan(self) -> tuple[Tensor, Tensor]:
@@ -93,7 +114,7 @@ class Kernels:
     @cached_property
     def taken(self) -> tuple[Tensor, Tensor]:
         """The same for the fraction φ of the step that is really taken."""
-        return self._seats([part.rows(part.step, part.fraction) for part in self.parts])
+        return self._seats([part.taken() for part in self.parts])
 
     def _seats(self, rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         return self._add(rows, [part.seats for part in self.parts], len(self.stage_of))
@@ -118,6 +139,7 @@ class Problem:
     buckets: list[Bucket]
     fractions: Tensor
     ok: Tensor
+    fine: Tensor  # the same as a boolean
     finite: Tensor  # [parameters and calls]
     checked: list[str]  # their names
 
@@ -145,7 +167,9 @@ class Problem:
             for bucket in here:
                 bucket.measure(policy.a.to(bucket.ok))
             mine = [self._part(bucket, paper=True) for bucket in here]
-            policy.add_stage(*Kernels(mine, stage_of, self.fractions).total)
+            nothing = torch.zeros_like(self.fractions)
+            K, minus_u = Kernels(mine, stage_of, self.fractions).add_to(torch.diag(nothing), nothing)
+            policy.add_stage(K, -minus_u)
             parts += mine
         policy.finish()
         self.buckets = [bucket for stage in split for bucket in stage if bucket is not None]
@@ -153,15 +177,19 @@ class Problem:
 
     def _part(self, bucket: Bucket, paper: bool) -> Part:
         assert bucket.metric is not None
-        lr = bucket.lr
-        scale, step = (bucket.gain, lr) if paper else (bucket.gain * lr, 1.0)
+        lr, (step, drift) = bucket.lr, (bucket.lr, 1.0) if paper else (1.0, bucket.lr)
         Gi = bucket.preconditioned = bucket.gradients.preconditioned(bucket.metric)
-        K = bucket.gradients.kernels(Gi) * (bucket.fictitious * scale)
-        cost, drift = bucket.linear_cost(Gi), bucket.decoupled_drift()
-        u = torch.zeros_like(K[:, 0]) if cost is None else scale * cost
-        free = None if drift is None else drift * (1.0 if paper else lr)
-        bucket.owners.sum_([K, u] if free is None else [K, u, free])
-        return Part(bucket.parameter_seats(), K, u, free, step, bucket.fraction)
+        u, share, cost = None, 1.0, bucket.linear_cost()
+        if cost is None:
+            K = bucket.gradients.kernels(Gi)
+        else:
+            vectors, share = cost
+            K, u = bucket.gradients.products(Gi, vectors)
+        free = bucket.decoupled_drift()
+        bucket.shelf.owners.sum_([each for each in (K, u, free) if each is not None])
+        scale = bucket.gain if paper else bucket.gain * lr
+        N, seats = bucket.fictitious, bucket.shelf.parameter_seats
+        return Part(seats, K, u, free, N, share, scale, drift, step, bucket.fraction)
 
     # --- acting ---
 
@@ -225,75 +253,62 @@ def pose(
     maximize: bool,
     world: World,
     seen: Set[int],
+    known: Shelves,
 ) -> Problem:
     """Collect gradients, check that they are finite, give every player its form of group gradients and fill the
     buckets.
 
-    ``world``: the processes that share the batch. ``seen``: ids of players of which any of them has calls.
+    ``world``: the processes that share the batch. ``seen``: ids of players of which any of them has calls. ``known``:
+    the shelves of the last step.
     """
+    forms = Forms(records, samples, maximize, folded, world, seen)
+    shelves = known.of(players, stages, [forms.kind(player) for player in players], state)
+    grads = [shards.parts(p.grad for p in shelf.params if p.grad is not None) for shelf in shelves]
+    squares = [multi.squares(theirs) for theirs in grads]
+    # adjoints too: somebody may have repaired p.grad since
+    adjoints = _adjoints(players, records, folded, samples.groups.rank > 1)
+    checked = [name for shelf in shelves for name in shelf.names] + [name for name, _ in adjoints]
     device = players[0].params[0].device
-    # adjoints too: somebody may have repaired p.grad since. Where they are squared, they must not overflow either
+    finite = [multi.moderate(each).to(device) for each in squares]
+    if adjoints:
+        look = multi.finite if any(p.curvature.needs_model for p in players) else multi.sums_finite
+        finite.append(look([h for _, h in adjoints]).to(device))
+    found = finite[0] if len(finite) == 1 else torch.cat(finite)
+    fine = found.all()
+    if loss is not None:
+        fine = fine & torch.isfinite(loss.detach()).all().to(device)
+    for everybody in (world, *shards.everybody(q for p in players for q in p.params)):
+        fine = everybody.minimum(fine)
+    forms.ok = fine
+    dtype = torch.promote_types(torch.float32, players[0].params[0].dtype)
+    fractions = samples.groups.fractions(torch.empty(0, dtype=dtype, device=device))
+    buckets = []
+    for shelf, theirs, sums in zip(shelves, grads, squares, strict=True):
+        wide, group = compute_dtype(shelf.params[0].dtype), shelf.group
+        curvature = shelf.curvature
+        buckets.append(
+            Bucket(
+                shelf=shelf,
+                gradients=forms.build(shelf, theirs, sums, fractions),
+                calls={id(p): forms.calls_of(p) for p in shelf.players} if curvature.needs_model else {},
+                tallies={id(p): forms.tallies_of(p) for p in shelf.players} if curvature.takes_tallies else {},
+                seen=seen,
+                moment=Moment(shelf.states[0]["step"], wide, (group["momentum"], group["decay"])),
+                ok=fine.to(shelf.params[0].device, wide),
+                world=world,
+            )
+        )
+    return Problem(players, stages, buckets, fractions, buckets[0].ok, fine, found, checked)
+
+
+def _adjoints(
+    players: Sequence[Player], records: Sequence[Record], folded: Folded | None, split: bool
+) -> list[tuple[str, Tensor]]:
+    """What the step is going to read besides gradients. Where that is squared, it must not overflow either."""
     squared = any(p.curvature.needs_model for p in players)
-    adjoints = [(r.name, h) for r in records for h in (r.h if squared or samples.groups.rank > 1 else r.d).values()]
+    adjoints = [(r.name, h) for r in records for h in (r.h if squared or split else r.d).values()]
     tallies = {id(t): (r.name, t.adjoints) for r in records for t in r.tallies.values()}
     adjoints += tallies.values()  # those of many records in one
     if folded is not None:
         adjoints += [(p.name, folded.columns[q]) for p in players for q in p.params if q in folded.columns]
-    checked = [p.name for p in players for _ in p.params] + [name for name, _ in adjoints]
-    fine = finite([gradient_of(q) for p in players for q in p.params])
-    if adjoints:
-        look = finite if squared else sums_finite
-        fine = torch.cat([fine, look([h for _, h in adjoints]).to(device)])
-    ok = fine.all()
-    if loss is not None:
-        ok = ok & torch.isfinite(loss.detach()).all().to(device)
-    for everybody in (world, *shards.everybody(q for p in players for q in p.params)):
-        ok = everybody.minimum(ok)
-    dtype = torch.promote_types(torch.float32, players[0].params[0].dtype)
-    fractions = samples.groups.fractions(torch.empty(0, dtype=dtype, device=device))
-    forms = Forms(records, samples, ok, maximize, folded, world, seen)
-    sorted_in: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-    fresh: dict[torch.device, Tensor] = {}
-    _stop_clocks(players, state)
-    for i, player in enumerate(players):
-        first = player.params[0]
-        for p in player.params:
-            if not state[p]:
-                state[p]["step"] = fresh.setdefault(p.device, torch.zeros((), dtype=torch.float32, device=p.device))
-        clock, owners = state[first]["step"], shards.owners(first)
-        alike = (id(player.group), player.curvature, first.device, first.dtype, id(clock))
-        sorted_in[*alike, owners, forms.kind(player)].append(i)
-    buckets = []
-    for (*_, owners, kind), chosen in sorted_in.items():
-        theirs = [players[i] for i in chosen]
-        params = [q for p in theirs for q in p.params]
-        buckets.append(
-            Bucket(
-                group=theirs[0].group,
-                curvature=theirs[0].curvature,
-                players=theirs,
-                params=params,
-                states=[state[q] for q in params],
-                peers=[p for p in players if p.curvature is theirs[0].curvature],
-                seats=[stages.seat_of[id(p)] for p in theirs],
-                gradients=forms.build(kind, theirs, fractions),
-                calls={id(p): forms.calls_of(p) for p in theirs} if theirs[0].curvature.needs_model else {},
-                tallies={id(p): forms.tallies_of(p) for p in theirs} if theirs[0].curvature.takes_tallies else {},
-                moment=Moment(state[params[0]]["step"], compute_dtype(params[0].dtype)),
-                seen=seen,
-                ok=ok.to(params[0].device, compute_dtype(params[0].dtype)),
-                world=world,
-                owners=owners,
-            )
-        )
-    return Problem(players, stages, buckets, fractions, ok.to(dtype), fine, checked)
-
-
-def _stop_clocks(players: Sequence[Player], state: Mapping[Tensor, dict[str, Any]]) -> None:
-    """A parameter without a gradient stands still, so it must not share a clock with those that step."""
-    stepping = {id(q) for player in players for q in player.params}
-    ticking = {id(own["step"]) for p, own in state.items() if id(p) in stepping and own}
-    stopped: dict[int, Tensor] = {}
-    for p, own in state.items():
-        if own and id(p) not in stepping and id(own["step"]) in ticking:
-            own["step"] = stopped.setdefault(id(own["step"]), own["step"].clone())
+    return adjoints

@@ -16,6 +16,7 @@ from ocnopt.groups import Samples
 from ocnopt.play import play
 from ocnopt.players import Player
 from ocnopt.problem import pose
+from ocnopt.shelves import Shelves
 from ocnopt.stages import Stages
 
 
@@ -29,5 +30,5 @@ def rehearse(players: list[Player], group: Mapping[str, Any], state: Mapping[Ten
     """Make the state that a step makes, and leave it as before the first: as after a step that was not finite."""
     bad = torch.tensor(torch.nan)
     stages, samples, world = Stages.in_order(players, None), Samples(), World()
-    problem = pose(players, stages, [], None, state, samples, bad, group["maximize"], world, set())
+    problem = pose(players, stages, [], None, state, samples, bad, group["maximize"], world, set(), Shelves())
     play(problem, {**group, "feedback": "off"}, None, [], samples, [], world)

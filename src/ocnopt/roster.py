@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ocnopt.fallbacks import Fallbacks
 from ocnopt.players import Player, gather
+from ocnopt.shelves import Shelves
 
 
 class Roster:
@@ -17,6 +18,7 @@ class Roster:
         self._players: list[Player] = []
         self._looked_at: list[Player] | None = None
         self._alone: dict[tuple[Player, int], Player] = {}
+        self.shelves = Shelves()
 
     def players(self, groups: Sequence[dict[str, Any]], model: nn.Module | None) -> list[Player]:
         """The same list, as long as nothing has changed."""

@@ -32,6 +32,14 @@ def local(t: Tensor) -> Tensor:
     return part
 
 
+def parts(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Of each what :func:`local` gives."""
+    library = sys.modules.get("torch.distributed.tensor")
+    if library is None:
+        return list(tensors)
+    return [t.to_local() if isinstance(t, library.DTensor) else t for t in tensors]
+
+
 def owners(p: Tensor) -> World:
     """The processes that hold a parameter together."""
     if not is_sharded(p):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from tests.toys import assert_identical, batches, mlp, state_of, train, values
+from torch import nn
 
 from ocnopt import OCNOpt
 
@@ -88,3 +90,115 @@ def test_a_value_that_is_set_to_itself_changes_nothing() -> None:
         train(model, opt, batches(2))
         runs.append(values(model))
     assert_identical(*runs)
+
+
+# --- what is worked out once is worked out again after a change ---
+
+
+def trained(**options: Any) -> tuple[nn.Sequential, OCNOpt]:
+    model = mlp()
+    opt = OCNOpt(model.parameters(), 0.1, model=model, **options)
+    train(model, opt, batches(2))
+    return model, opt
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("clamp", 1), ("momentum", 1.5), ("lr", -1.0), ("rank", True), ("alignment", {"0": -1}), ("curvature", "none")],
+)
+def test_a_bad_value_is_found_after_good_steps(name: str, value: Any) -> None:
+    """Also one that equals a good one."""
+    model, opt = trained()
+    train(model, opt, batches(1))
+    opt.param_groups[0][name] = value
+    before = values(model)
+    with pytest.raises(ValueError, match=name):
+        opt.step()
+    assert_identical(values(model), before)
+
+
+def test_a_learning_rate_that_is_changed_in_place() -> None:
+    model, opt = trained()
+    opt.param_groups[0]["lr"] = lr = torch.tensor(0.1)
+    train(model, opt, batches(2))
+    lr.fill_(-1)
+    with pytest.raises(ValueError, match="lr"):
+        opt.step()
+    lr.fill_(0)
+    before = values(model)
+    train(model, opt, batches(1))
+    assert_identical(values(model), before)
+
+
+def test_rules_that_are_changed_in_place() -> None:
+    _, opt = trained(alignment={"": "first"}, feedback="nonlinear")
+    opt.param_groups[0]["alignment"][""] = -1
+    with pytest.raises(ValueError, match="alignment"):
+        opt.step()
+
+
+def test_another_parameter_in_the_place_of_one() -> None:
+    model = mlp()
+    opt = OCNOpt(model.parameters(), 0.1)
+    train(model, opt, batches(2))
+    old = model[2].bias
+    model[2].bias = new = nn.Parameter(old.detach().clone())
+    opt.param_groups[0]["params"][-1] = new
+    train(model, opt, batches(1))
+    assert not torch.equal(new, old)
+    assert opt.state[new]["step"] == 1
+
+
+@pytest.mark.parametrize("feedback", ["off", "linear", "nonlinear"])
+@pytest.mark.parametrize("lost", ["all", "of one", "momentum"])
+def test_state_that_somebody_takes_away(lost: str, feedback: str) -> None:
+    """It starts anew, and the rest goes on."""
+    runs = []
+    for copied in (False, True):
+        model, opt = trained(feedback=feedback)
+        first = model[0][0].weight
+        if lost == "all":
+            opt.state.clear()
+        elif lost == "of one":
+            del opt.state[first]
+        else:
+            del opt.state[first]["momentum"]
+        if copied:  # which has nothing to remember
+            opt = copy.deepcopy(opt)
+            model = mlp_of(model, opt)
+        train(model, opt, batches(2))
+        runs.append((values(model), state_of(opt)))
+    assert_identical(*runs)
+
+
+def mlp_of(model: nn.Sequential, opt: OCNOpt) -> nn.Sequential:
+    """A copy of a network with the parameters of an optimizer, to which it is attached."""
+    twin = copy.deepcopy(model)
+    for (name, _), p in zip(model.named_parameters(), opt.param_groups[0]["params"], strict=True):
+        path, _, own = name.rpartition(".")
+        setattr(twin.get_submodule(path), own, p)
+    opt.attach(twin)
+    return twin
+
+
+def test_parameters_of_another_precision() -> None:
+    model, opt = trained()
+    model.float()
+    for state in opt.state.values():
+        state.update({key: value.float() for key, value in state.items() if key != "step"})
+    train(model, opt, batches(1, dtype=torch.float32))
+    twin, its = trained()
+    train(twin, its, batches(1))
+    torch.testing.assert_close(values(model), [p.float() for p in values(twin)])
+
+
+def test_gradients_that_come_and_go() -> None:
+    """Each parameter counts its own steps."""
+    model, opt = trained()
+    for absent in ({0, 1}, {4}, set(), {0, 1}):
+        opt.zero_grad()
+        nn.functional.cross_entropy(model(batches()[0][0]), batches()[0][1]).backward()
+        for i in absent:
+            list(model.parameters())[i].grad = None
+        opt.step()
+    assert [int(opt.state[p]["step"]) for p in model.parameters()] == [4, 4, 6, 6, 5, 6]

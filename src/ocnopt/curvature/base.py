@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 class Metric(ABC):
     """C of one bucket at one step."""
 
+    #: C = I
+    is_identity: bool = False
+
     @abstractmethod
     def solve(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         """C^{-1} v. One tensor for each parameter of the bucket, each with the same leading dimensions, if any."""

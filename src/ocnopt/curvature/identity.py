@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 
 class IdentityMetric(Metric):
+    is_identity = True
+
     def solve(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         return list(vectors)
 
