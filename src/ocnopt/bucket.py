@@ -43,10 +43,8 @@ class Bucket:
     failed_refreshes: int = field(default=0)
     metric: Metric | None = field(default=None)
     preconditioned: GroupGradients | None = field(default=None)  # C^{-1} G
-    stride: Tensor | None = field(
-        default=None
-    )  # what directions are multiplied by: −η, or nothing in a step without a trace
-    pending: list[Tensor] | None = field(default=None)  # changes of the parameters that are planned, and not made yet
+    stride: Tensor | None = field(default=None)  # what directions are multiplied by: η, or 0 in a step without a trace
+    pending: list[Tensor] | None = field(default=None)  # what is planned to be taken off the parameters
 
     @property
     def group(self) -> dict[str, Any]:
@@ -98,14 +96,15 @@ class Bucket:
     def force(self, a: Tensor | None) -> list[Tensor]:
         """Q_θ = G a + γθ (a = 1 in consistent mode): the gradient of the Bellman objective.
 
-        One of N fictitious players holds θ/N, and with it its share of the decay.
+        One of N fictitious players holds θ/N, and with it its share of the decay. Zero in a step without a trace.
         """
-        return self._with_decay(self.gradients.total() if a is None else self.gradients.mix(a), 1 / self.fictitious)
-
-    def _with_decay(self, q: list[Tensor], share: float = 1.0) -> list[Tensor]:
+        q = self.gradients.total() if a is None else self.gradients.mix(a)
         if self._has_decay:
-            return list(torch._foreach_add(q, self._decayed(), alpha=share))
+            q = list(torch._foreach_add(q, torch._foreach_mul(self._decayed(), self.ok), alpha=1 / self.fictitious))
         return q
+
+    def _with_decay(self, q: list[Tensor]) -> list[Tensor]:
+        return list(torch._foreach_add(q, self._decayed())) if self._has_decay else q
 
     @property
     def fictitious(self) -> int:
@@ -126,7 +125,7 @@ class Bucket:
     # --- the table of math section 3: a momentum step is a DDP step in the long-run metric, a fraction φ at a time ---
 
     @property
-    def gain(self) -> Scalar:
+    def gain(self) -> float:
         """M^{-1} = gain · C^{-1} · η: 1/(1−μ) for heavy ball and Nesterov."""
         return 1.0 if self.group["ema"] else 1 / (1 - self.group["momentum"])
 
@@ -228,19 +227,20 @@ class Bucket:
         return m
 
     def _planned(self, direction: list[Tensor] | None) -> list[Tensor]:
-        """The change of the parameters that comes of a direction, and of a decoupled decay."""
+        """What a direction, and a decoupled decay, take off the parameters."""
         assert self.metric is not None
-        self.stride = self.ok * -self.lr / self._momentum_correction
+        rate = self.ok * self.lr
+        self.stride = rate / self._momentum_correction
         if direction is None:
             change = [torch.zeros_like(p, dtype=self.ok.dtype) for p in parts(self.params)]
         else:
             change = list(torch._foreach_mul(self.metric.solve(direction), self.stride))
         if self.group["decoupled_weight_decay"] and any(self._decays):
-            torch._foreach_add_(change, torch._foreach_mul(self._decayed(), -self.ok * self.lr))
+            torch._foreach_add_(change, torch._foreach_mul(self._decayed(), rate))
         return change
 
     def _move(self, change: list[Tensor]) -> None:
-        torch._foreach_add_(parts(self.params), change)
+        torch._foreach_sub_(parts(self.params), change)
 
     def select(self, seats: Sequence[int]) -> Bucket | None:
         """The players of some seats, or ``None``. Shares state with the whole."""

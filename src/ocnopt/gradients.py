@@ -86,7 +86,7 @@ class Shared(GroupGradients):
 
     def _share(self, w: Tensor) -> Tensor:
         """ν^T w."""
-        return w.reshape(()) if len(w) == 1 else torch.dot(self.fractions, w)
+        return w.reshape(()) if w.numel() == 1 else torch.dot(self.fractions, w)
 
     def total(self) -> list[Tensor]:
         return self.grads
@@ -111,7 +111,7 @@ class Shared(GroupGradients):
 
     def _spread(self, rows: Tensor) -> Tensor:
         """``[..., r]``: over the groups."""
-        return rows[..., None] if len(self.fractions) == 1 else rows[..., None] * self.fractions
+        return rows[..., None] if self.fractions.numel() == 1 else rows[..., None] * self.fractions
 
     def select(self, parameters: Sequence[int]) -> Shared:
         return Shared([self.grads[i] for i in parameters], self.fractions)

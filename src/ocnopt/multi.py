@@ -52,8 +52,8 @@ def squares(tensors: Sequence[Tensor]) -> Tensor:
     if tensors[0].is_cuda:
         dtype = torch.promote_types(tensors[0].dtype, torch.float32)
         return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=dtype)).square()
-    wide = [_wide(t) for t in tensors]
-    return inner(wide, wide)
+    flat = [_wide(t.reshape(-1)) for t in tensors]
+    return torch.stack([torch.dot(t, t) for t in flat])
 
 
 def moderate(squares: Tensor) -> Tensor:
@@ -123,10 +123,3 @@ def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
     for ours, theirs in alike.values():
         torch._foreach_copy_(ours, theirs)
     return copies
-
-
-def ema_(averages: list[Tensor], values: list[Tensor], weight: Tensor) -> None:
-    """average ← (1 − weight) · average + weight · value; overwrites ``values``."""
-    torch._foreach_mul_(values, weight)
-    torch._foreach_mul_(averages, 1 - weight)
-    torch._foreach_add_(averages, values)

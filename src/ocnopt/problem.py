@@ -34,20 +34,19 @@ class Part:
     K: Tensor  # [rows, r, r]: G^T C^{-1} G
     u: Tensor | None  # [rows, r]: G^T C^{-1} ℓ, what goes through the metric
     free: Tensor | None  # [rows, r]: a decoupled decay drifts by ηγθ, whatever fraction of the rest is taken
-    players: int  # N
-    share: float  # what u was divided by
-    scale: Scalar  # M^{-1} = scale · C^{-1}
-    drift: Scalar  # η, or 1 in paper mode, where the step size is outside the metric
+    of_K: float  # what the rows of K have been divided by
+    of_u: float
+    scale: Scalar  # of all of them: η, or 1 in paper mode, where the step size is outside the metric
     step: Scalar  # of the rollout: 1, or η in paper mode
     fraction: tuple[float, Scalar]  # φ, as a quotient
 
     def rows(self, step: Scalar = 1.0, fraction: Scalar = 1.0) -> Tensor:
         """``[rows, r + 1, r]``: K, and u below it."""
-        scale = self.scale * step * fraction
-        K = self.K * (self.players * scale)
-        u = torch.zeros_like(K[:, 0]) if self.u is None else self.u * (self.share * scale)
+        scale = self.scale * step
+        K = self.K * (self.of_K * scale * fraction)
+        u = torch.zeros_like(K[:, 0]) if self.u is None else self.u * (self.of_u * scale * fraction)
         if self.free is not None:
-            u = u + self.free * (self.drift * step)
+            u = u + self.free * scale
         return torch.cat([K, u[:, None]], 1)
 
     def taken(self) -> Tensor:
@@ -57,11 +56,11 @@ class Part:
 
     def add_to(self, J: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """J + Σ K and b − Σ u, in few launches."""
-        J = _plus(J, self.K.sum(0).to(J), self.players, self.scale)
+        J = _plus(J, self.K.sum(0).to(J), self.of_K, self.scale)
         if self.u is not None:
-            b = _plus(b, self.u.sum(0).to(b), -self.share, self.scale)
+            b = _plus(b, self.u.sum(0).to(b), -self.of_u, self.scale)
         if self.free is not None:
-            b = _plus(b, self.free.sum(0).to(b), -1.0, self.drift)
+            b = _plus(b, self.free.sum(0).to(b), -1.0, self.scale)
         return J, b
 
 
@@ -141,7 +140,7 @@ class Problem:
     ok: Tensor
     fine: Tensor  # the same as a boolean
     finite: Tensor  # [parameters and calls]
-    checked: list[str]  # their names
+    checked: tuple[str, ...]  # their names
 
     # --- the backward pass of dynamic programming ---
 
@@ -177,7 +176,7 @@ class Problem:
 
     def _part(self, bucket: Bucket, paper: bool) -> Part:
         assert bucket.metric is not None
-        lr, (step, drift) = bucket.lr, (bucket.lr, 1.0) if paper else (1.0, bucket.lr)
+        scale, step = (1.0, bucket.lr) if paper else (bucket.lr, 1.0)
         Gi = bucket.preconditioned = bucket.gradients.preconditioned(bucket.metric)
         u, share, cost = None, 1.0, bucket.linear_cost()
         if cost is None:
@@ -187,9 +186,8 @@ class Problem:
             K, u = bucket.gradients.products(Gi, vectors)
         free = bucket.decoupled_drift()
         bucket.shelf.owners.sum_([each for each in (K, u, free) if each is not None])
-        scale = bucket.gain if paper else bucket.gain * lr
-        N, seats = bucket.fictitious, bucket.shelf.parameter_seats
-        return Part(seats, K, u, free, N, share, scale, drift, step, bucket.fraction)
+        N, gain, seats = bucket.fictitious, bucket.gain, bucket.shelf.parameter_seats
+        return Part(seats, K, u, free, N * gain, share * gain, scale, step, bucket.fraction)
 
     # --- acting ---
 
@@ -267,7 +265,6 @@ def pose(
     squares = [multi.squares(theirs) for theirs in grads]
     # adjoints too: somebody may have repaired p.grad since
     adjoints = _adjoints(players, records, folded, samples.groups.rank > 1)
-    checked = [name for shelf in shelves for name in shelf.names] + [name for name, _ in adjoints]
     device = players[0].params[0].device
     finite = [multi.moderate(each).to(device) for each in squares]
     if adjoints:
@@ -277,11 +274,10 @@ def pose(
     fine = found.all()
     if loss is not None:
         fine = fine & torch.isfinite(loss.detach()).all().to(device)
-    for everybody in (world, *shards.everybody(q for p in players for q in p.params)):
+    for everybody in (world, *known.everybody):
         fine = everybody.minimum(fine)
-    forms.ok = fine
-    dtype = torch.promote_types(torch.float32, players[0].params[0].dtype)
-    fractions = samples.groups.fractions(torch.empty(0, dtype=dtype, device=device))
+    forms.ok, ok = fine, fine.to(torch.promote_types(torch.float32, players[0].params[0].dtype))
+    fractions = samples.groups.fractions(ok)
     buckets = []
     for shelf, theirs, sums in zip(shelves, grads, squares, strict=True):
         wide, group = compute_dtype(shelf.params[0].dtype), shelf.group
@@ -294,11 +290,12 @@ def pose(
                 tallies={id(p): forms.tallies_of(p) for p in shelf.players} if curvature.takes_tallies else {},
                 seen=seen,
                 moment=Moment(shelf.states[0]["step"], wide, (group["momentum"], group["decay"])),
-                ok=fine.to(shelf.params[0].device, wide),
+                ok=ok.to(shelf.params[0].device, wide),
                 world=world,
             )
         )
-    return Problem(players, stages, buckets, fractions, buckets[0].ok, fine, found, checked)
+    checked = (*known.names, *(name for name, _ in adjoints)) if adjoints else known.names
+    return Problem(players, stages, buckets, fractions, ok, fine, found, checked)
 
 
 def _adjoints(

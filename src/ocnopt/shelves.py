@@ -65,15 +65,12 @@ class Shelf:
     def parameter_seats(self) -> list[int]:
         return [seat for seat, player in zip(self.seats, self.players, strict=True) for _ in player.params]
 
-    @cached_property
-    def names(self) -> list[str]:
-        """Of the player of each parameter."""
-        return [player.name for player in self.players for _ in player.params]
-
 
 class Shelves:
     def __init__(self) -> None:
         self._shelves: list[Shelf] = []
+        self.names: tuple[str, ...] = ()  # of the player of each parameter, shelf by shelf
+        self.everybody: list[World] = []  # see :func:`shards.everybody`
         self._key: tuple[Any, ...] | None = None
         self._objects: list[Any] = []
 
@@ -88,6 +85,8 @@ class Shelves:
             _start_clocks(players, state)
             _stop_clocks(players, state)
             self._shelves = _sorted(players, stages, kinds, state)
+            self.names = tuple(p.name for shelf in self._shelves for p in shelf.players for _ in p.params)
+            self.everybody = shards.everybody(q for player in players for q in player.params)
             self._key = list(players), list(kinds), len(state)
             self._objects = [stages, *states, *(own["step"] for own in states)]
         return self._shelves

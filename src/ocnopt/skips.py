@@ -32,7 +32,7 @@ class Skips:
         if self.total is None:
             self.total = torch.zeros_like(problem.ok)
         self.total += 1 - problem.ok
-        key, fine = tuple(problem.checked), problem.fine
+        key, fine = problem.checked, problem.fine
         if key not in self._bad:
             if len(self._bad) > 64:
                 self._bad.clear()

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ocnopt.curvature.base import Curvature, Metric
-from ocnopt.multi import ema_
 
 if TYPE_CHECKING:
     from ocnopt.bucket import Bucket
@@ -34,25 +33,23 @@ class Adaptive(Curvature):
     name = "adaptive"
 
     def measure(self, bucket: Bucket, a: Tensor | None) -> DiagonalMetric:
-        decay, eps = bucket.group["decay"], bucket.group["eps"]
-        q = bucket.force(a)
-        corrected = bucket.group["bias_correction"]
-        # a statistic that starts late, after a change of curvature, is right at once
-        first = bucket.moment.weight_of_average(decay) if corrected else 1 - decay
+        decay, eps, corrected = (bucket.group[name] for name in ("decay", "eps", "bias_correction"))
         fresh = ["second_moment" not in state for state in bucket.states]
-        second_moment, squares = bucket.zeros_like_parameters("second_moment"), list(torch._foreach_mul(q, q))
-        for new, weight in ((True, first), (False, 1 - decay)):
-            if new in fresh:
-                ema_(_where(second_moment, fresh, new), _where(squares, fresh, new), weight * bucket.ok)
-        diagonals = torch._foreach_sqrt(second_moment)
+        q, second_moment = bucket.force(a), bucket.zeros_like_parameters("second_moment")
+        torch._foreach_mul_(second_moment, torch.rsub(bucket.ok, 1, alpha=1 - decay))
+        torch._foreach_addcmul_(second_moment, q, q, value=1 - decay)
         if corrected:
-            torch._foreach_div_(diagonals, bucket.moment.weight_of_average(decay) ** 0.5)
+            weight = bucket.moment.weight_of_average(decay)
+            if any(fresh):  # a statistic that starts late, after a change of curvature, is right at once
+                torch._foreach_mul_(
+                    [v for v, new in zip(second_moment, fresh, strict=True) if new], weight / (1 - decay)
+                )
+            diagonals = list(torch._foreach_div(second_moment, weight))
+            torch._foreach_sqrt_(diagonals)
+        else:
+            diagonals = list(torch._foreach_sqrt(second_moment))
         if eps:
             torch._foreach_add_(diagonals, eps)
         else:  # 0/0 is no step
             torch._foreach_clamp_min_(diagonals, torch.finfo(bucket.ok.dtype).tiny)
-        return DiagonalMetric(list(diagonals))
-
-
-def _where(tensors: Sequence[Tensor], flags: Sequence[bool], wanted: bool) -> list[Tensor]:
-    return [t for t, flag in zip(tensors, flags, strict=True) if flag == wanted]
+        return DiagonalMetric(diagonals)
