@@ -5,8 +5,7 @@ operation.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -45,6 +44,7 @@ class Bucket:
     preconditioned: GroupGradients | None = field(default=None)  # C^{-1} G
     stride: Tensor | None = field(default=None)  # what directions are multiplied by: η, or 0 in a step without a trace
     pending: list[Tensor] | None = field(default=None)  # what is planned to be taken off the parameters
+    coasting: list[Tensor] | None = field(default=None)  # the momentum of a step that is planned
 
     @property
     def group(self) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class Bucket:
             if self._looks_ahead:
                 direction = self._with_decay(self.gradients.mix(N * w))
                 torch._foreach_add_(direction, m, alpha=self.group["momentum"])
-        self._move(self._planned(direction))
+        torch._foreach_sub_(parts(self.params), self._planned(direction))
 
     def coast(self) -> None:
         """The part of :meth:`apply` that the policy has no say in, momentum and decay: planned for all layers at once,
@@ -188,19 +188,24 @@ class Bucket:
         if m is not None and self._looks_ahead:
             drift = torch._foreach_mul(m, self.group["momentum"])
             direction = list(drift if direction is None else torch._foreach_add(direction, drift))
-        self.pending = self._planned(direction)
+        self.pending, self.coasting = self._planned(direction), m
 
-    def steer(self, w: Tensor) -> None:
+    def steer(self, seats: Sequence[int], w: Tensor) -> None:
         """The part that it has: of the layers that act now."""
+        selected = self.shelf.select(seats)
+        if selected is None:
+            return
         assert self.pending is not None
         assert self.preconditioned is not None
         assert self.stride is not None
+        few, index = selected
         mu, N = self.group["momentum"], self.fictitious
-        if mu:
-            self.gradients.add_to(self.zeros_like_parameters("momentum"), w, N * self._intake)
+        if self.coasting is not None:
+            self.gradients.select(index).add_to([self.coasting[i] for i in index], w, N * self._intake)
         taken = self._intake if mu and not self._looks_ahead else 1 + mu
-        self.preconditioned.add_to(self.pending, w * self.stride, N * taken)
-        self._move(self.pending)
+        change = [self.pending[i] for i in index]
+        self.preconditioned.select(index).add_to(change, w * self.stride, N * taken)
+        torch._foreach_sub_(parts(few.params), change)
 
     @property
     def _looks_ahead(self) -> bool:
@@ -239,19 +244,10 @@ class Bucket:
             torch._foreach_add_(change, torch._foreach_mul(self._decayed(), rate))
         return change
 
-    def _move(self, change: list[Tensor]) -> None:
-        torch._foreach_sub_(parts(self.params), change)
-
     def select(self, seats: Sequence[int]) -> Bucket | None:
-        """The players of some seats, or ``None``. Shares state with the whole."""
+        """The players of some seats, or ``None``, as a bucket that nothing has been done to. Shares state with this."""
         selected = self.shelf.select(seats)
         if selected is None:
             return None
-        few = copy(self)  # quicker than dataclasses.replace, and asked for at each layer
-        vars(few).pop("_decays", None)
-        few.shelf, index = selected
-        few.gradients = self.gradients.select(index)
-        few.metric = None if self.metric is None else self.metric.select(index)
-        few.preconditioned = None if self.preconditioned is None else self.preconditioned.select(index)
-        few.pending = None if self.pending is None else [self.pending[j] for j in index]
-        return few
+        few, index = selected
+        return replace(self, shelf=few, gradients=self.gradients.select(index))

@@ -300,14 +300,14 @@ class OCNOpt(Optimizer):
         terms = self._now
         terms.check()
         everybody = self._players()
-        self._check(terms, everybody)
+        self._check(terms, need := self._need(), everybody)
         try:
             players = self._roster.acting(everybody, self._fallbacks)
             if players and not self._seen() and is_rehearsal(self.param_groups, self.state):
                 rehearse(players, self.param_groups[0], self.state)
             elif players:
                 with without_autocast():
-                    self._step(terms, players, loss, closure, rng)
+                    self._step(terms, need, players, loss, closure, rng)
         finally:
             self._due = None
             if self._tape is not None:
@@ -320,7 +320,7 @@ class OCNOpt(Optimizer):
         if self._tape is not None:
             self._tape.clear()
 
-    def _check(self, terms: Terms, players: list[Player]) -> None:
+    def _check(self, terms: Terms, need: Need, players: list[Player]) -> None:
         """Everything that can be wrong is found here, before anything is touched."""
         for p in self._parameters:
             grad = p.grad
@@ -328,7 +328,7 @@ class OCNOpt(Optimizer):
                 kind = "complex" if grad.is_complex() else "sparse"
                 raise RuntimeError(f"OCNOpt does not support {kind} gradients (a parameter of shape {tuple(p.shape)})")
         self._check_processes(terms, players)
-        need, why = self._need(), terms.why_model
+        why = terms.why_model
         if self._tape is not None and self._tape.borrowed and (need.calls or need.states):
             raise RuntimeError(
                 f"{why} needs passes of the attached model with its own weights, but gradients came "
@@ -361,7 +361,7 @@ class OCNOpt(Optimizer):
 
     def _talking_to(self, loss: Any) -> World:
         """The processes to exchange something with in this step: nobody if all that counts is ``p.grad``."""
-        if self._world is None or not (self._now.together or loss is not None or self._need().flow):
+        if self._world is None or not (loss is not None or self._now.together or self._need().flow):
             return World()
         return self._world
 
@@ -383,12 +383,13 @@ class OCNOpt(Optimizer):
     def _step(
         self,
         terms: Terms,
+        need: Need,
         players: list[Player],
         loss: Any,
         closure: Callable[[], float] | None,
         rng: AllRNG | None,
     ) -> None:
-        group, need = self.param_groups[0], self._need()
+        group = self.param_groups[0]
         world = self._talking_to(loss)
         passes = [] if self._tape is None else passes_of(self._tape, group)
         folded = None if self._tape is None else self._tape.folded

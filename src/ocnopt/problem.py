@@ -207,9 +207,7 @@ class Problem:
     def steer(self, seats: Sequence[int], w: Tensor) -> None:
         """Update the players of some seats with weights w."""
         for bucket in self.buckets:
-            chosen = bucket.select(seats)
-            if chosen is not None:
-                chosen.steer(w.to(bucket.ok))
+            bucket.steer(seats, w.to(bucket.ok))
 
     @UPDATE
     def tick(self) -> None:

@@ -23,9 +23,6 @@ class Constant(Metric):
     def solve(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         return [v / self.diagonal for v in vectors]
 
-    def select(self, parameters: Sequence[int]) -> Constant:
-        return self
-
 
 class Stiff(Curvature):
     """A fixed multiple of the identity, which also counts its calls where a checkpoint finds them."""

@@ -25,9 +25,6 @@ class DiagonalMetric(Metric):
     def solve(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         return list(torch._foreach_div(list(vectors), self.diagonals))
 
-    def select(self, parameters: Sequence[int]) -> DiagonalMetric:
-        return DiagonalMetric([self.diagonals[i] for i in parameters])
-
 
 class Adaptive(Curvature):
     name = "adaptive"

@@ -26,10 +26,6 @@ class Metric(ABC):
     def solve(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         """C^{-1} v. One tensor for each parameter of the bucket, each with the same leading dimensions, if any."""
 
-    @abstractmethod
-    def select(self, parameters: Sequence[int]) -> Metric:
-        """The metric of the named parameters alone. Parameters of one player are never torn apart."""
-
 
 class Curvature(ABC):
     """A rule that turns the statistics of a step into a :class:`Metric`.

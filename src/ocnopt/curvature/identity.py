@@ -19,9 +19,6 @@ class IdentityMetric(Metric):
     def solve(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         return list(vectors)
 
-    def select(self, parameters: Sequence[int]) -> IdentityMetric:
-        return self
-
 
 class Identity(Curvature):
     name = "identity"

@@ -70,14 +70,6 @@ class KroneckerMetric(Metric):
                 out += block.solve(mine)
         return out
 
-    def select(self, parameters: Sequence[int]) -> KroneckerMetric:
-        wanted, chosen, first = set(parameters), [], 0
-        for block in self.blocks:
-            if first in wanted:
-                chosen.append(block)
-            first += len(block.names)
-        return KroneckerMetric(chosen)
-
 
 @dataclass(eq=False)
 class Layer:
