@@ -10,10 +10,10 @@ from torch import nn
 from ocnopt.capture import Tape
 from ocnopt.distributed import World
 from ocnopt.games.alignment import Aligner, rules_of
-from ocnopt.games.flow import Flow
+from ocnopt.games.flow import Flow, is_due
 from ocnopt.games.game import Game, Round
 from ocnopt.games.live import Live
-from ocnopt.games.replay import verify
+from ocnopt.games.replay import Disagreement
 from ocnopt.groups import Part, Samples
 from ocnopt.phases import ROLLOUT
 from ocnopt.players import Player, find_uses
@@ -86,11 +86,13 @@ class Arrangement:
         if need.states and world.every(chain):  # the stages are the layers, in their order
             if flow is not None:
                 self._placed(flow, group)
-            return self._seated(players, order, None), []
+            stages = self._seated(players, order, None)
+            tape.asking = {stages.modules[seats[0]] for seats in stages.seats}
+            return stages, []
         placed, why = self._placed(flow, group)
         live: list[Live] = []
         if placed is not None and passes and need.states:
-            live, why = self._all_live(placed, players, passes, samples, group["state"], tape)
+            live, why = self._all_live(placed, players, passes, samples, group, tape)
         if need.states and not world.every(why is None):
             live, why = [], why or "that is so on another process"
         if why is not None:
@@ -111,11 +113,12 @@ class Arrangement:
         players: list[Player],
         passes: Sequence[Pass],
         samples: Samples,
-        state: str,
+        group: Mapping[str, Any],
         tape: Tape,
     ) -> tuple[list[Live], str | None]:
         """The rollout over the data flows of the passes, or why it must be the accumulated one."""
-        lives = []
+        lives, state = [], group["state"]
+        static = not any(rule.rule in ("random", "adaptive") for rule in (rules_of(group["alignment"]) or {}).values())
         for this in passes:
             flow = this.flow
             if flow is None or flow.unknown is not None:
@@ -124,6 +127,9 @@ class Arrangement:
             if mine is not placed and self._stages(players, mine) != self._stages(players, placed):
                 return [], "its passes go through it in different ways"
             live, why = self._live(mine, this, samples.of(this), state, tape)
+            edges = mine.edges if static else mine.anywhere
+            opaque = edges.hidden or any(record.opaque for record in tape.records if record.origin is this)
+            flow.watched = None if live is None or opaque else edges
             if live is None:
                 return [], why
             lives.append(live)
@@ -146,8 +152,11 @@ class Arrangement:
         if this.outputs_changed():
             return None, "an output of the model was overwritten in place after the pass"
         try:
-            verify(flow, tape, this)
-            live = None if flow.fixed else Live(flow, placed.placement, placed.edges, tape, this)
+            live = None if flow.fixed else Live(flow, placed.placement, placed.edges, tape, this, part)
+            # one that was watched could not be verified: the next is not
+            flow.uses += this.watched is None or not is_due(flow)
+        except Disagreement as error:
+            live, flow.fixed = None, str(error)
         except Exception as error:  # whatever its operations object to, the step goes on
             live, flow.fixed = None, f"its operations cannot be run again ({error})"
         why = flow.fixed if live is None else live.why_not(part)

@@ -88,15 +88,6 @@ class Backwards:
         self._heard = found is Purpose.ADDED or not self._added
         self._asked = self._asked or (self._heard and found is Purpose.ASKED)
 
-    def adder(self, store: dict[int, Tensor], i: int, sinks: Sinks) -> Callable[[Tensor], None]:
-        """A tensor hook that adds what counts."""
-
-        def hook(g: Tensor) -> None:
-            if self.counts(sinks):
-                add(store, i, g)
-
-        return hook
-
 
 def add(store: dict[int, Tensor], i: int, g: Tensor) -> None:
     """Keep the gradient, or add it when a second backward pass comes through."""

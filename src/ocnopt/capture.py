@@ -25,7 +25,8 @@ from ocnopt.hooks import Hook, Hooks, Others
 from ocnopt.hosts import Host
 from ocnopt.layers import Adapter
 from ocnopt.once import Once
-from ocnopt.records import Folded, Need, Pass, Record, Rollout, detached, floating, versions_of
+from ocnopt.readings import Reading
+from ocnopt.records import Folded, Need, Pass, Record, Rollout, Sinks, detached, floating, versions_of
 from ocnopt.rng import AllRNG, RNGState
 from ocnopt.scaling import Scaling
 from ocnopt.tallies import add_up, graph_is_kept
@@ -61,6 +62,7 @@ class Tape:
         self._graph: list[Ends] = []
         self._chains: dict[tuple[Any, ...], bool] = {}
         self._chain = False  # was the last pass one?
+        self.asking: set[str] | None = None  # the modules at whose inputs the policy of a chain is asked
         self._left_alone: set[str] = set()  # modules whose outputs nobody overwrites in place
         self._others = Others(model)
         self._handles = [
@@ -95,7 +97,7 @@ class Tape:
     def release(self) -> None:
         """Give back what is needed neither for metrics nor for group gradients any more: a second pass wants memory."""
         for record in self.records:
-            record.d, record.inputs, record.outputs, record.args, record.kwargs = {}, [], {}, (), {}
+            record.readings, record.outputs, record.args, record.kwargs = {}, {}, (), {}
 
     def clear(self) -> None:
         """Forget what arrived. The graph may still be alive: a second backward pass through it starts from nothing."""
@@ -111,23 +113,10 @@ class Tape:
 
     def forget(self) -> None:
         """The records alone."""
+        for this in self.passes:
+            this.forget()
         for record in self.records:
-            origin = record.origin
-            for store in (
-                record.h,
-                record.d,
-                record.outputs,
-                record.columns,
-                record.tallies,
-                origin.D,
-                origin.accounts,
-            ):
-                store.clear()
-            record.inner = None
-            if record.spent:  # its graph may be alive for long, but not its record
-                record.let_go()
-            if record.origin.flow is not None:
-                record.origin.flow.held.discard(record.origin)
+            record.forget()
         self.records.clear()
 
     def _drop(self) -> None:
@@ -201,7 +190,8 @@ class Tape:
         if need.states:
             self._current.environment = Environment.capture(model)
         if need.flow or need.states:
-            self._follower.begin(model, tensors(given))
+            self._current.watched = self._follower.begin(model, tensors(given), self._read)
+        self._current.whole = need.whole
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         self.once.end()
@@ -230,7 +220,6 @@ class Tape:
             return None
         nodes = [t.grad_fn for t in outputs if t.grad_fn is not None]
         this.chain = self._chain = self._is_chain(tuple(this.order), nodes)
-        this.outputs, this.output_versions = [t.detach() for t in outputs], versions_of(outputs)
         self._graph = []
         numbers = iter(range(len(outputs)))
 
@@ -239,21 +228,13 @@ class Tape:
             i = next(numbers) if t.is_floating_point() else -1
             if t.grad_fn is None or i < 0:
                 return t
-            t = t.view_as(t)
-            t.register_hook(self._terminal(this, i))
-            return t
+            return self._alias(t, this, this.sinks, this.D, i, then=lambda: self._settle(this))
 
         return mapped(alias, output)
 
-    def _terminal(self, this: Pass, i: int) -> Callable[[Tensor], None]:
-        """The hook of output i of the model."""
-
-        def hook(D: Tensor) -> None:
-            if self._backwards.counts(this.sinks):
-                self._settle(this)
-                add(this.D, i, D)
-
-        return hook
+    def _rows(self, this: Pass) -> int | None:
+        """The number of samples, if changes are to be told sample by sample."""
+        return this.batch if self._asked.split else None
 
     def _when_trained_on(self, outputs: list[Tensor], then: Callable[[], None]) -> None:
         """For passes of which nothing else is asked."""
@@ -307,8 +288,10 @@ class Tape:
             # a module around other players would count their changes a second time
             if not (need.calls or need.states) or name not in self._measured:
                 return None
-            record = Record(name, module, occurrence, this, detached(args), detached(kwargs))
-            record.versions = versions_of((args, kwargs))
+            record = Record(name, module, occurrence, this)
+            if need.calls:
+                record.args, record.kwargs = detached(args), detached(kwargs)
+                record.versions = versions_of((args, kwargs))
             record.training = module.training
             own = sinks_of(module)
             this.sinks += own
@@ -322,7 +305,7 @@ class Tape:
         return hook
 
     def _watch_inputs(self, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Pass on aliases of the inputs: a hook on an alias sees the gradient through this edge alone."""
+        """Pass on aliases of the inputs."""
         nodes: list[Any] = []
         args = self._pass_on(record, nodes, args)
         kwargs = {name: self._pass_on(record, nodes, value) for name, value in kwargs.items()}
@@ -341,16 +324,46 @@ class Tape:
     def _watched(self, record: Record, nodes: list[Any], t: Tensor, alias: bool) -> Tensor:
         if not t.is_floating_point():
             return t
-        i = len(record.inputs)
-        record.inputs.append(t.detach())
+        i, this = record.arity, record.origin
+        record.arity += 1
         if not t.requires_grad:
             return t
         nodes.append(t.grad_fn)
         if not alias:
             record.opaque = True
             return t
+        if this.watched is not None and not this.watched.into_player(record.name, record.occurrence, i):
+            return t
+        if self._chain and self.asking is not None and record.name not in self.asking:
+            record.opaque = True
+            return t
+        return self._alias(t, this, record.sinks, record.readings, i)
+
+    def _read(self, t: Tensor, value: int, entry: int) -> Tensor:
+        """An operation is about to read a tensor, by an edge that is watched."""
+        this = self._current
+        return t if this is None else self._alias(t, this, this.sinks, this.readings, (value, entry))
+
+    def _alias(
+        self,
+        t: Tensor,
+        this: Pass,
+        sinks: Sinks,
+        store: dict[Any, Reading],
+        key: Any,
+        then: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        """An alias of a tensor for one reader: a hook on it sees the gradient through this edge alone, and keeps it."""
+        reading = store[key] = Reading(t, self._rows(this))
         t = t.view_as(t)
-        t.register_hook(self._backwards.adder(record.d, i, record.sinks))
+
+        def hook(g: Tensor) -> None:
+            if self._backwards.counts(sinks):
+                compared = this.compared or store is this.D  # outputs always are
+                reading.arrive(g, last=not graph_is_kept(), kept=compared, sized=not compared)
+                then()
+
+        t.register_hook(hook)
         return t
 
     def _after(self, name: str) -> Callable[..., Any]:
@@ -388,16 +401,19 @@ class Tape:
         self, record: Record, i: int, keep: list[Callable[[], None]], adapter: Adapter | None
     ) -> Callable[[Tensor], None]:
         """The hook of output i. ``adapter``: with which the call is added to others, if it may be."""
+        kept = record.origin.whole or self._asked.calls
 
         def hook(h: Tensor) -> None:
             if not self._backwards.counts(record.sinks) or record.tallies:
                 return
-            if not record.h:
+            if not record.arrived:
                 self._join(record.origin)
                 self.records.append(record)
+                record.arrived = True
                 for each in keep:
                     each()
-            add(record.h, i, h)
+            if kept:
+                add(record.h, i, h)
             record.spent = not graph_is_kept()
             if adapter is not None and record.spent:
                 add_up(record, adapter)
@@ -420,7 +436,7 @@ class Tape:
         In a chain outputs are not compared, and nothing here holds on to them; a host will ask for its own.
         """
         need = self.need()
-        if (need.states and not self._chain) or (need.calls and isinstance(record.module, Host)):
+        if (need.states and record.origin.whole) or (need.calls and isinstance(record.module, Host)):
             # detached tensors share their memory: an in-place activation after the layer overwrites them
             return [self._keeper(record, i, t.detach()) for i, t in enumerate(outputs)]
         return []

@@ -12,8 +12,7 @@ from torch.optim import SGD, Optimizer
 
 from ocnopt import arguments
 from ocnopt.curvature import BY_NAME
-from ocnopt.games.flow import Flow
-from ocnopt.games.replay import is_due
+from ocnopt.games.flow import Flow, is_due
 from ocnopt.optimizer import OCNOpt
 from ocnopt.players import Player, resolve
 

@@ -37,14 +37,14 @@ def usage(state: Mapping[Tensor, Mapping[str, Any]], tape: Tape | None) -> dict[
 
 def _of_tape(tape: Tape) -> Iterator[Tensor]:
     for this in tape.passes:
-        yield from tensors((this.args, dict(this.kwargs), this.outputs, this.D))
+        yield from tensors((this.args, dict(this.kwargs)))
+        yield from (t for reading in (*this.D.values(), *this.readings.values()) for t in reading.tensors())
         yield from (t for each in this.accounts.values() if each.tally is not None for t in each.tally.tensors)
     if tape.folded is not None:
         yield from tape.folded.columns.values()
     for record in tape.records:
-        yield from tensors(
-            (record.args, dict(record.kwargs), record.inputs, record.outputs, record.d, record.h, record.columns)
-        )
+        yield from tensors((record.args, dict(record.kwargs), record.outputs, record.h, record.columns))
+        yield from (t for reading in record.readings.values() for t in reading.tensors())
 
 
 def _bytes(theirs: Iterable[Tensor], seen: set[int]) -> int:

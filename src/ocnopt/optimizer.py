@@ -262,7 +262,8 @@ class OCNOpt(Optimizer):
     def _need(self) -> Need:
         terms = self._now
         due = terms.reads_layers and (terms.always_looks or self._wants_calls())
-        return terms.need(due, self._world is None or self._world.size == 1)
+        accumulated = self._arrangement.game.why_accumulated is not None
+        return terms.need(due, self._world is None or self._world.size == 1, accumulated)
 
     def _summed(self) -> dict[str, Adapter]:
         """The modules of whose calls the coming step reads nothing but sums, with their adapters.

@@ -301,7 +301,9 @@ def _adjoints(
 ) -> list[tuple[str, Tensor]]:
     """What the step is going to read besides gradients. Where that is squared, it must not overflow either."""
     squared = any(p.curvature.needs_model for p in players)
-    adjoints = [(r.name, h) for r in records for h in (r.h if squared or split else r.d).values()]
+    adjoints = [(r.name, h) for r in records for h in r.h.values() if squared or split]
+    # a product with what a layer read is finite only if its adjoint is
+    adjoints += [(r.name, e.before) for r in records for e in r.readings.values() if e.before is not None]
     tallies = {id(t): (r.name, t.adjoints) for r in records for t in r.tallies.values()}
     adjoints += tallies.values()  # those of many records in one
     if folded is not None:

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from ocnopt.curvature.tally import Tally
 from ocnopt.environment import Autocast, Environment
+from ocnopt.games.edges import Edges
 from ocnopt.games.flow import Draws, Flow
 from ocnopt.groups import Groups, Samples
 from ocnopt.hosts import Execution
 from ocnopt.layers.base import Adapter, Call, compute_dtype
+from ocnopt.readings import Reading, arrived
 from ocnopt.rng import AllRNG, RNGState
 from ocnopt.tallies import Account
 from ocnopt.trees import mapped, tensors
@@ -30,6 +32,8 @@ class Need:
     flow: bool = False  # which module runs when, and who reads whom
     calls: bool = False  # inputs and output adjoints: groups of samples, Kronecker factors
     states: bool = False  # everything that a second forward pass is compared with
+    split: bool = False  # is it compared sample by sample?
+    whole: bool = False  # and layer by layer?
     rank: int | str = 1  # in how many groups a pass can be split before the step; 1: that is not known
     gram: bool = False  # some layers may have no use for explicit group gradients
 
@@ -52,11 +56,12 @@ class Pass:
     order: list[str] = field(default_factory=list)  # modules in the order of their calls
     chain: bool = False
     flow: Flow | None = None
+    whole: bool = False  # are the outputs of layers kept, too, so that a change can be added up layer by layer?
+    watched: Edges | None = None  # of the data flow that it is expected to have: what is read of it
+    readings: dict[tuple[int, int], Reading] = field(default_factory=dict)  # by operations: (value, entry)
     draws: Draws = field(default_factory=dict)
     fixed: str | None = None  # why it cannot be run again stage by stage
-    outputs: list[Tensor] = field(default_factory=list)
-    output_versions: list[int] = field(default_factory=list)
-    D: dict[int, Tensor] = field(default_factory=dict)  # ∂L/∂x_K, by output
+    D: dict[int, Reading] = field(default_factory=dict)  # the outputs of the model, as the loss read them
     sinks: list[Any] = field(default_factory=list)
     scale: Tensor | None = None  # the factor by which adjoints are to be multiplied, if any
     turn: int = 0  # which pass since the hooks were set
@@ -66,18 +71,33 @@ class Pass:
     summed: Mapping[str, Adapter] = field(default_factory=dict)  # of the layers whose calls may be added up
     accounts: dict[tuple[str, str], Account] = field(default_factory=dict)  # of them, and of layers inside hosts
 
+    @property
+    def compared(self) -> bool:
+        """Is it known where a second pass can be compared with it? Else it is run once more, to find out."""
+        return self.chain or self.whole or self.watched is not None
+
     def inputs_changed(self) -> bool:
         return self.versions != versions_of((self.args, self.kwargs))
 
     def outputs_changed(self) -> bool:
-        return self.output_versions != versions_of(self.outputs)
+        """Before the backward pass came by?"""
+        return any(D.overwritten for D in self.D.values())
 
-    def change(self, outputs: Sequence[Tensor]) -> Tensor | None:
+    def change(self, outputs: Mapping[int, Tensor]) -> Tensor | None:
         """⟨∂L/∂x_K, δx_K⟩ of the outputs of another pass, or ``None`` where the two cannot be compared."""
-        if len(outputs) != len(self.outputs) or self.outputs_changed():
+        read = arrived(self.D)
+        if self.outputs_changed() or any(i not in outputs or D.shape != outputs[i].shape for i, D in read.items()):
             return None
-        terms = [(D.double() * (outputs[i].double() - self.outputs[i].double())).sum() for i, D in self.D.items()]
+        terms = [D.change(outputs[i]).sum() for i, D in read.items()]
         return self.scaled(torch.stack(terms).sum()) if terms else None
+
+    def forget(self) -> None:
+        """What the backward pass said: another one may come through the same graph, and starts from nothing."""
+        for reading in (*self.D.values(), *self.readings.values()):
+            reading.forget()
+        self.accounts.clear()
+        if self.flow is not None:
+            self.flow.held.discard(self)
 
     def scaled(self, adjoint: Tensor) -> Tensor:
         """An adjoint in the scale of the gradients."""
@@ -94,17 +114,18 @@ class Record:
     module: nn.Module
     occurrence: int
     origin: Pass
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
     versions: list[int] = field(default_factory=list)
     rng: RNGState | None = None
     training: bool = True
     autocast: torch.dtype | None = None
-    inputs: list[Tensor] = field(default_factory=list)
-    opaque: bool = False  # some of its inputs came in a list or dict: the gradient through that edge is not known
+    arity: int = 0  # how many floating-point tensors it read
+    opaque: bool = False  # some of its inputs were not read: they came in a list or dict, or nobody was to ask
     sinks: Sinks = ()
-    d: dict[int, Tensor] = field(default_factory=dict)  # gradient through this very edge, by input
+    readings: dict[int, Reading] = field(default_factory=dict)  # by input
     outputs: dict[int, Tensor] = field(default_factory=dict)
+    arrived: bool = False  # is it on the tape?
     h: dict[int, Tensor] = field(default_factory=dict)  # ∂L/∂output, by output
     columns: dict[str, Tensor] = field(default_factory=dict)  # group gradients of its pass, if backward left them
     inner: dict[str, list[Call]] | None = None  # calls of the layers inside a host, where it was asked
@@ -152,6 +173,16 @@ class Record:
     def rows_are_samples(self) -> bool:
         """Does dimension 0 of input and output run over the samples, as far as sizes and the probe can tell?"""
         return self.has_rows() and self.name not in self.origin.mixed
+
+    def forget(self) -> None:
+        """As that of a pass."""
+        for reading in self.readings.values():
+            reading.forget()
+        for store in (self.h, self.outputs, self.columns, self.tallies):
+            store.clear()
+        self.inner, self.arrived = None, False
+        if self.spent:  # its graph may be alive for long, but not its record
+            self.let_go()
 
     def let_go(self) -> None:
         """Of what it saw."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ocnopt.capture import Tape
 from ocnopt.groups import Part
-from ocnopt.linalg import without_autocast
+from ocnopt.readings import Reading, arrived
 from ocnopt.records import Pass, Record, Rollout, floating
 from ocnopt.stages import Stages
 
@@ -28,7 +28,7 @@ Predict = Callable[[int], Tensor]
 
 @dataclass
 class Measure:
-    """Σ⟨adjoint, δ⟩ by group of samples, of one pass."""
+    """⟨∂L/∂e, δe⟩ by group of samples, of one pass."""
 
     part: Part
     like: Tensor  # [r], of the dtype and on the device of the answers
@@ -38,21 +38,21 @@ class Measure:
     def zero(self) -> Tensor:
         return torch.zeros_like(self.like)
 
-    def fits(self, t: Tensor) -> bool:
+    def fits(self, reading: Reading, now: Tensor) -> bool:
         """Can the change of a tensor be told group by group, as far as its shape tells?"""
-        return self.part.rank == 1 or t.shape[:1] == (self.part.groups.batch,)
+        return now.shape == reading.shape and (self.part.rank == 1 or reading.by_row)
 
-    @without_autocast()
-    def __call__(self, adjoint: Tensor, before: Tensor, now: Tensor) -> Tensor:
-        delta = now.to(self.like.dtype) - before.to(self.like.dtype)
-        adjoint = adjoint.to(self.like.dtype)
+    @property
+    def batch(self) -> int | None:
+        """How many samples a tensor has to have in dimension 0, where it is measured group by group."""
+        return None if self.part.rank == 1 else self.part.groups.batch
+
+    def __call__(self, reading: Reading, now: Tensor) -> Tensor:
+        changes = reading.change(now).to(self.like)
         if self.part.rank == 1:
-            changes = torch.dot(adjoint.reshape(-1), delta.reshape(-1)).reshape(1)
+            changes = changes.sum(0, keepdim=True) if changes.dim() else changes.reshape(1)
         else:
-            groups = self.part.groups
-            rows = (groups.batch, adjoint.numel() // max(groups.batch, 1))
-            changes = groups.sum(torch.linalg.vecdot(adjoint.reshape(rows), delta.reshape(rows)))
-            changes = self.part.add(None, changes)
+            changes = self.part.add(None, self.part.groups.sum(changes))
         changes = changes if self.scale is None else self.scale.to(changes) * changes
         return changes if self.sign == 1 else self.sign * changes
 
@@ -68,7 +68,7 @@ class InOrder(Rollout):
     def __init__(
         self, this: Pass, records: Sequence[Record], stages: Stages, act: Act, predict: Predict, measure: Measure
     ) -> None:
-        self.chain, self.measure = this.chain, measure
+        self.chain, self.whole, self.measure = this.chain, this.whole, measure
         self.records, self.mixed = {(r.name, r.occurrence): r for r in records}, this.mixed
         self.stages, self.act, self.predict = stages, act, predict
         self.seat_of = {name: seat for seat, name in enumerate(stages.modules)}
@@ -96,9 +96,9 @@ class InOrder(Rollout):
         now = [t for t in inputs if t.is_floating_point()]
         self._into = None
         if record is not None and (stage is not None or not self.chain):  # in a chain nobody else asks for s
-            self._into = self._change(record.d, dict(enumerate(record.inputs)), now)
+            self._into = self._change(arrived(record.readings), now)
         if record is not None:  # its memory is wanted by the layers to come
-            record.d, record.inputs, record.args, record.kwargs = {}, [], (), {}
+            record.readings, record.args, record.kwargs = {}, (), {}
         self._running = record
         if self.chain and self._into is not None:
             self.s, self.unseen = self._into, []
@@ -113,7 +113,10 @@ class InOrder(Rollout):
         record, self._running = self._running, None
         if self.chain or record is None:
             return
-        out, seat = self._change(record.h, record.outputs, outputs), self.seat_of.get(name, -1)
+        wrote, batch = record.outputs, self.measure.batch
+        known = record.h.keys() <= wrote.keys() and all(wrote[i].shape == h.shape for i, h in record.h.items())
+        written = {i: Reading.of(h, wrote[i], batch) for i, h in record.h.items()} if known else None
+        out, seat = None if written is None else self._change(written, outputs), self.seat_of.get(name, -1)
         record.outputs = {}
         if out is None or self._into is None:
             self._predict([seat])
@@ -125,7 +128,9 @@ class InOrder(Rollout):
     def _record(self, name: str, occurrence: int) -> Record | None:
         """What the first pass kept of this call, if the two can be compared."""
         record = self.records.get((name, occurrence))
-        if record is None or record.opaque or record.overwritten():
+        if record is None or record.opaque or any(r.overwritten for r in record.readings.values()):
+            return None
+        if not self.chain and not self.whole:  # what it wrote was not kept
             return None
         return None if self.measure.part.rank > 1 and name in self.mixed else record
 
@@ -146,15 +151,13 @@ class InOrder(Rollout):
                 self.s = self.s + self.predict(seat)
                 self.unseen.remove(seat)
 
-    def _change(
-        self, adjoints: Mapping[int, Tensor], before: Mapping[int, Tensor], now: Sequence[Tensor]
-    ) -> Tensor | None:
-        """Σ⟨adjoint, δ⟩ by group of samples, or ``None`` where it cannot be told."""
+    def _change(self, readings: Mapping[int, Reading], now: Sequence[Tensor]) -> Tensor | None:
+        """Σ⟨∂L/∂e, δe⟩ by group of samples, or ``None`` where it cannot be told."""
         total: Tensor | None = None
-        for i, adjoint in adjoints.items():
-            if i not in before or i >= len(now) or now[i].shape != adjoint.shape or not self.measure.fits(now[i]):
+        for i, reading in readings.items():
+            if i >= len(now) or not self.measure.fits(reading, now[i]):
                 return None
-            change = self.measure(adjoint, before[i], now[i])
+            change = self.measure(reading, now[i])
             total = change if total is None else total + change
         return self.measure.zero() if total is None else total
 
@@ -170,4 +173,4 @@ def in_order(tape: Tape, this: Pass, follower: InOrder) -> Tensor | None:
         error.add_note("feedback='nonlinear' runs the model again, without gradients; feedback='linear' does not")
         raise
     follower.act_at_last()
-    return this.change(floating(output))
+    return this.change(dict(enumerate(floating(output))))

@@ -26,7 +26,7 @@ class Terms:
         # a dict can be changed without being replaced
         self._lasting = not any(isinstance(group["alignment"], Mapping) for group in groups)
         self._checked = False
-        self._needs: dict[tuple[bool, bool], Need] = {}
+        self._needs: dict[tuple[bool, bool, bool], Need] = {}
 
     def hold(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Are these the same groups, with the same values but for the step size?"""
@@ -84,18 +84,21 @@ class Terms:
         own = all(resolve(group["curvature"]).name in BY_NAME for group in self.groups)
         return bool(self.whole["feedback"] == "nonlinear") or not own
 
-    def need(self, due: bool, alone: bool) -> Need:
+    def need(self, due: bool, alone: bool, accumulated: bool) -> Need:
         """What the hooks are to keep. ``due``: does a curvature that reads layers want to look at them? ``alone``: is
-        this the only process?
+        this the only process? ``accumulated``: is the network known to be one that cannot run stage by stage?
         """
-        if (due, alone) not in self._needs:
+        key = due, alone, accumulated
+        if key not in self._needs:
             whole, playing = self.whole, self.playing
-            self._needs[due, alone] = Need(
+            self._needs[key] = Need(
                 flow=playing and (whole["bellman"] == "paper" or whole["game"] == "noncooperative"),
                 calls=due or (playing and whole["rank"] != 1),
                 states=whole["feedback"] == "nonlinear",
+                split=whole["rank"] != 1,
+                whole=accumulated or whole["state"] == "accumulated",
                 # with others to come, here or elsewhere, nobody knows where the groups of a pass begin and end
                 rank=whole["rank"] if playing and alone and whole["accumulate"] == 1 else 1,
                 gram=any(isinstance(resolve(group["curvature"]), Identity) for group in self.groups),
             )
-        return self._needs[due, alone]
+        return self._needs[key]

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ocnopt import OCNOpt
 from ocnopt.groups import Groups, Part
+from ocnopt.readings import Reading
 from ocnopt.rollout import Measure
 
 games = pytest.mark.parametrize("game", SOME_GAMES, ids=name_of)
@@ -74,8 +75,8 @@ def test_what_changes_upstream_is_not_measured_in_half_precision(rank: int) -> N
     measure = Measure(Part(Groups(6, rank), 0, rank), torch.ones(rank), sign=1.0)
     adjoint, before, now = torch.randn(3, 6, 40, generator=torch.Generator().manual_seed(0))
     with autocast():
-        found = measure(adjoint, before, now)
-    assert_identical(found, measure(adjoint, before, now))
+        found = measure(Reading.of(adjoint, before, 6), now)
+    assert_identical(found, measure(Reading.of(adjoint, before, 6), now))
 
 
 @pytest.mark.parametrize("game", GAMES, ids=name_of)

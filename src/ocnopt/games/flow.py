@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,6 +21,9 @@ from torch.overrides import TorchFunctionMode
 
 from ocnopt.rng import RNGState
 from ocnopt.trees import mapped, tensors
+
+if TYPE_CHECKING:
+    from ocnopt.games.edges import Edges
 
 
 class Value(NamedTuple):
@@ -39,6 +42,11 @@ class Mode(NamedTuple):
     @classmethod
     def now(cls, device: str) -> Mode:
         return cls(torch.is_grad_enabled(), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+
+    def holds(self, device: str) -> bool:
+        """Is there nothing to restore?"""
+        present = Mode.now(device)
+        return present[1:] == self[1:] and (self.grad or not present.grad)
 
     @contextmanager
     def restored(self, device: str) -> Iterator[None]:
@@ -83,6 +91,7 @@ class Flow:
     fixed: str | None = None  # why its operations cannot be run again in another order
     uses: int = 0  # of how many steps it was
     rounds: dict[Any, Any] = field(default_factory=dict)  # what follows from it, see Game
+    watched: Edges | None = None  # the live edges of the last step, if they are going to be those of the next one
     held: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # passes that no step has been made of yet
 
     @property
@@ -101,10 +110,12 @@ class Flow:
             return self.constants[name] if name in self.constants else _attribute(model, name)
         args, kwargs = _filled(node.meta["spec"], values.__getitem__)
         run = node.target if callable(node.target) else model.get_submodule(node.target)
-        rng = draws.get(node.meta["entry"])
-        drawn = nullcontext() if rng is None else rng.restored()
-        with drawn, node.meta["mode"].restored(self.device):
+        rng, mode = draws.get(node.meta["entry"]), node.meta["mode"]
+        if rng is None and mode.holds(self.device):
             out = run(*args, **kwargs)
+        else:
+            with nullcontext() if rng is None else rng.restored(), mode.restored(self.device):
+                out = run(*args, **kwargs)
         return out if isinstance(out, Tensor) else tensors(out)
 
     def fits(self, entries: list[Entry], constants: list[Tensor]) -> bool:
@@ -182,12 +193,31 @@ class Overwriting:
         return copy[0]
 
 
+def is_due(flow: Flow) -> bool:
+    """Is the coming use of a data flow one at which it is verified, and the device waited for?"""
+    return flow.uses + 1 in (1, 10, 100, 1000)
+
+
+#: (tensor, value, entry) → an alias for the operation of that entry to read
+Read = Callable[[Tensor, int, int], Tensor]
+
+
 class Recorder(TorchFunctionMode):
     """Takes down a pass. Calls of players are opaque: :meth:`enter` and :meth:`leave` stand around them."""
 
-    def __init__(self, model: nn.Module, inputs: list[Tensor], devices: Iterable[torch.device] | None = None) -> None:
-        """``devices``: whose random numbers to keep where they are drawn; ``None``: of none."""
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: list[Tensor],
+        devices: Iterable[torch.device] | None = None,
+        watched: Edges | None = None,
+        read: Read = lambda t, value, entry: t,
+    ) -> None:
+        """``devices``: whose random numbers to keep where they are drawn; ``None``: of none. ``watched``: edges of the
+        flow that the pass is expected to have; operations at their ends get what ``read`` makes of the tensors.
+        """
         super().__init__()
+        self._watched, self._read = watched, read
         self.entries: list[Entry] = []
         self.draws: dict[int, RNGState] = {}
         self._rng = None if devices is None else RNGState.capture(devices)
@@ -214,7 +244,8 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         into = tensors((args, kwargs))
         versions = [_version(t) for t in into]
-        out = func(*args, **kwargs)
+        given = (args, kwargs) if self._watched is None else self._aliased(self._watched, func, args, kwargs)
+        out = func(*given[0], **given[1])
         made = tensors(out)
         written = [i for i, (t, version) in enumerate(zip(into, versions, strict=True)) if _version(t) != version]
         written = [i for i in written if id(into[i]) not in self._buffers]  # they are put back before another pass
@@ -230,6 +261,27 @@ class Recorder(TorchFunctionMode):
         elif made and (spec := self._spec(args, kwargs, func)) is not None:
             self._note("operation", func, spec, made, isinstance(out, Tensor))
         return out
+
+    def _aliased(self, watched: Edges, func: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments as the operation is to read them, if it is the one that is expected to come next."""
+        entries, place = watched.flow.entries, len(self.entries)
+        while place < len(entries) and entries[place].kind not in ("operation", "player", "output"):
+            place += 1  # tensors that were there before are noted when they are first read
+        turns = watched.into_operation(place)
+        if not turns or not _equal(entries[place].target, func):
+            return args, kwargs
+        aliases: dict[int, Tensor] = {}
+
+        def read(t: Tensor) -> Tensor:
+            value = self._values.get(id(t))
+            if value is None or value.turn not in turns or not t.requires_grad:
+                return t
+            if id(t) not in aliases:
+                aliases[id(t)] = self._read(t, value.turn, place)
+            return aliases[id(t)]
+
+        both: tuple[Any, Any] = mapped(read, (args, kwargs))
+        return both
 
     def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A player is about to run: what happens inside is its own business."""

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from ocnopt.games.flow import Flow, Recorder
+from ocnopt.games.edges import Edges
+from ocnopt.games.flow import Flow, Read, Recorder, is_due
 from ocnopt.rng import RNGState
 
 if TYPE_CHECKING:
     from ocnopt.records import Pass
+
+
+#: of so many kinds of input it is remembered what the model does with them
+_HABITS = 16
 
 
 class Aside:
@@ -29,20 +35,40 @@ class Aside:
             _push_mode(self._mode)
 
 
+@dataclass
+class Habit:
+    """What the model did the last times that it was given the like."""
+
+    flow: Flow
+    times: int = 0
+
+    def watched(self) -> Edges | None:
+        """What the next pass is to be watched for, if it is likely to do the same, and nobody wants to see more."""
+        foreseen = self.times > 1 and self.flow.why_fixed is None and not is_due(self.flow)
+        return self.flow.watched if foreseen else None
+
+
 class Follower:
     """Between :meth:`begin` and :meth:`end` everything is recorded; the flows of the last passes are remembered."""
 
     def __init__(self) -> None:
         self._flows: list[Flow] = []
+        self._habits: dict[Any, Habit] = {}  # by what the model is given
+        self._given: Any = None
         self._recorder: Recorder | None = None
         self._random: RNGState | None = None
         self._draws = True  # does the model draw random numbers? Until the first pass is over it may
 
-    def begin(self, model: nn.Module, inputs: list[Tensor]) -> None:
+    def begin(self, model: nn.Module, inputs: list[Tensor], read: Read) -> Edges | None:
+        """What is to be watched of the pass, if it can be foreseen what it is going to do; ``read`` is told of it."""
         self._abandon()
+        self._given = tuple((t.shape, t.dtype) for t in inputs)
+        habit = self._habits.get(self._given)
+        watched = None if habit is None else habit.watched()
         self._random = RNGState.capture({p.device for p in model.parameters()})
-        self._recorder = Recorder(model, inputs, self._random.states if self._draws else None)
+        self._recorder = Recorder(model, inputs, self._random.states if self._draws else None, watched, read)
         self._recorder.__enter__()  # type: ignore[no-untyped-call]
+        return watched
 
     def clear(self) -> None:
         """Between passes nothing is recorded."""
@@ -70,11 +96,21 @@ class Follower:
         flow, this.draws = recorder.finish(output, self._flows), recorder.draws
         flow.held.add(this)
         self._flows = [flow, *(other for other in self._flows[:7] if other is not flow)]  # the likeliest first
+        self._remember(flow)
         drew = not self._random.same_as(RNGState.capture(self._random.states))
         if drew and not self._draws:
             this.fixed = "it drew random numbers that were not kept (from the next step on they are)"
         self._draws = drew
         return flow
+
+    def _remember(self, flow: Flow) -> None:
+        habit = self._habits.pop(self._given, None)
+        if habit is None or habit.flow is not flow:
+            habit = Habit(flow)
+        habit.times += 1
+        self._habits[self._given] = habit
+        if len(self._habits) > _HABITS:
+            del self._habits[next(iter(self._habits))]  # the one that was not seen for longest
 
     def _abandon(self) -> None:
         """A pass that was interrupted (Ctrl-C), or that calls the model itself, is over without having ended."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from os import PathLike
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch import nn
 from ocnopt.capture import Tape
 from ocnopt.games.alignment import Aligner, Alignment
 from ocnopt.games.bandit import Bandit
+from ocnopt.games.edges import Edges
 from ocnopt.games.flow import Flow, name_of
-from ocnopt.games.live import Edges
 from ocnopt.games.schedule import Branch, Placement, Schedule
 from ocnopt.games.trace import record
 from ocnopt.layers.registry import joining
@@ -41,6 +42,12 @@ class Round:
 
     def __post_init__(self) -> None:
         self.edges = Edges(self.flow, self.placement)
+
+    @cached_property
+    def anywhere(self) -> Edges:
+        """Those that may be live in another round, too, where branches move from step to step."""
+        ends = [{}, {branch.name: branch.slack for branch in self.schedule.branches}]
+        return Edges(self.flow, self.placement, *map(self.schedule.place, ends))
 
 
 class Game:

@@ -15,47 +15,33 @@ import torch
 from torch import Tensor, fx
 
 from ocnopt.capture import Tape
-from ocnopt.games.flow import Flow, arguments
-from ocnopt.games.replay import Replay
+from ocnopt.games.edges import Edges
+from ocnopt.games.flow import Flow, arguments, name_of
+from ocnopt.games.replay import records_of, replay
 from ocnopt.games.schedule import Placement
 from ocnopt.groups import Part
-from ocnopt.records import Pass, Rollout
+from ocnopt.readings import Reading, arrived
+from ocnopt.records import Pass, Record, Rollout
 from ocnopt.rollout import Act, Measure, Predict
 from ocnopt.stages import Stages
 from ocnopt.trees import tensors
 
 
-class Edges:
-    """The edges that are live at some stage, by kind of reader. They depend on the placement alone."""
-
-    def __init__(self, flow: Flow, placement: Placement) -> None:
-        stage = placement.stage
-        crossing = [
-            (source, user)
-            for source in flow.graph.nodes
-            if stage.get(source, -1) >= 0 and source.meta.get("kind") == "real" and not source.meta.get("parameter")
-            for user in source.users
-            if stage.get(user, -1) > stage[source]
-        ]
-        self.into_players = [edge for edge in crossing if edge[1].op == "call_module"]
-        self.into_operations = [edge for edge in crossing if edge[1].op != "call_module"]
-        self.into_outputs = [(i, node) for i, node in enumerate(flow.outputs) if node is not None and stage[node] >= 0]
-
-
 @dataclass
 class Term:
-    """A live edge: what the loss thinks of it, its value in the first pass, and the last stage that it lives to see."""
+    """A live edge, and the last stage that it lives to see."""
 
-    adjoint: Tensor
-    before: Tensor
+    reading: Reading
     last: int
 
 
 class Live:
     """One pass on its data flow. Made before anybody acts."""
 
-    def __init__(self, flow: Flow, placement: Placement, edges: Edges, tape: Tape, this: Pass) -> None:
+    def __init__(self, flow: Flow, placement: Placement, edges: Edges, tape: Tape, this: Pass, part: Part) -> None:
         self.flow, self.placement, self.tape, self.this = flow, placement, tape, this
+        self._batch = None if part.rank == 1 else part.groups.batch  # see Measure
+        self.records: dict[fx.Node, Record] = {}
         self.terms: dict[fx.Node, list[Term]] = defaultdict(list)  # by source
         self._alive: list[tuple[int, Tensor]] = []  # the last stage of each term, and its part of s
         self._values: dict[fx.Node, Any] = {}
@@ -64,38 +50,48 @@ class Live:
         for node in flow.outputs:
             if node is not None:
                 self._readers[node] += 1  # never forgotten
-        replay = Replay.of(flow, tape.model, this, tape.records)
-        self.records = list(replay.records.values())
-        self._of_players(replay, edges)
-        self._of_operations(replay, edges)
+        if this.watched is not None and edges.among(this.watched):
+            self._of_players(edges)
+            self._of_operations(edges)
+        elif edges.into_players or edges.into_operations:
+            self._again(edges)
         for i, node in edges.into_outputs:
-            if i in this.D:
-                self.terms[node].append(Term(this.D[i], this.outputs[i], placement.count))
+            if i in arrived(this.D):
+                self.terms[node].append(Term(this.D[i], placement.count))
 
-    def _of_players(self, replay: Replay, edges: Edges) -> None:
+    def _of_players(self, edges: Edges) -> None:
+        self.records = records_of(self.flow, self.this, self.tape.records)
         for source, call in edges.into_players:
-            record = replay.records.get(call)
-            for i, node in enumerate(arguments(call) if record is not None else ()):
-                if node is source and record is not None and i in record.d:
-                    self.terms[source].append(Term(record.d[i], record.inputs[i], self.placement.stage[call]))
+            readings = arrived(self.records[call].readings) if call in self.records else {}
+            for i, node in enumerate(arguments(call)):
+                if node is source and i in readings:
+                    self._add(source, call, readings[i])
 
-    def _of_operations(self, replay: Replay, edges: Edges) -> None:
-        if not edges.into_operations:
-            return
-        assert self.this.environment is not None
-        with self.tape.following(Rollout()), self.this.environment.repeated():
-            values, adjoints = replay.run(edges.into_operations)
-        for (source, user), adjoint in adjoints.items():
-            self.terms[source].append(Term(adjoint, values[source].detach(), self.placement.stage[user]))
+    def _of_operations(self, edges: Edges) -> None:
+        readings = arrived(self.this.readings)
+        for source, user in edges.into_operations:
+            key = source.meta["turn"], user.meta["entry"]
+            if key in readings:
+                self._add(source, user, readings[key])
+
+    def _again(self, edges: Edges) -> None:
+        """What was not read while the first pass ran."""
+        wanted = [*edges.into_players, *edges.into_operations]
+        for (source, user), reading in replay(self.flow, self.tape, self.this, wanted, self._batch).items():
+            self._add(source, user, reading)
+
+    def _add(self, source: fx.Node, user: fx.Node, reading: Reading) -> None:
+        self.terms[source].append(Term(reading, self.placement.stage[user]))
 
     def why_not(self, part: Part) -> str | None:
         """Why s cannot be told group by group, if so."""
-        for record in self.records:
-            if record.overwritten():
-                return f"the input of {record.name!r} was overwritten in place"
-        shapes = [term.adjoint.shape for terms in self.terms.values() for term in terms]
-        batch = part.groups.batch
-        rows = all(shape[:1] == (batch,) and (len(shape) < 3 or shape[1] != batch) for shape in shapes)
+        for call, record in self.records.items():
+            if any(reading.overwritten for reading in record.readings.values()):
+                return f"the input of {name_of(call)!r} was overwritten in place"
+        if any(reading.overwritten for reading in self.this.readings.values()):
+            return "what lies between its layers was overwritten in place"
+        readings, batch = [term.reading for terms in self.terms.values() for term in terms], part.groups.batch
+        rows = all(each.by_row and (len(each.shape) < 3 or each.shape[1] != batch) for each in readings)
         if part.rank > 1 and (self.this.mixed or not rows):
             return "it cannot be told whether dimension 0 of all tensors between the layers runs over the samples"
         return None
@@ -111,8 +107,8 @@ class Live:
         for node in nodes:
             values[node] = next(self._inputs) if node.op == "placeholder" else self._value(node)
             for term in self.terms.pop(node, ()):
-                if term.before.shape == values[node].shape:
-                    self._alive.append((term.last, measure(term.adjoint, term.before, values[node])))
+                if term.reading.shape == values[node].shape:
+                    self._alive.append((term.last, measure(term.reading, values[node])))
                 else:
                     self.flow.fixed = "the shapes of its tensors depend on their values"
             for read in node.all_input_nodes:
@@ -126,7 +122,7 @@ class Live:
     def change(self) -> Tensor | None:
         """⟨∂L/∂x_K, δx_K⟩, when all has run."""
         nodes = enumerate(self.flow.outputs)
-        return self.this.change([self.this.outputs[i] if node is None else self._values[node] for i, node in nodes])
+        return self.this.change({i: self._values[node] for i, node in nodes if node is not None})
 
 
 def roll_out(

@@ -1,0 +1,79 @@
+"""The edges of a data flow that are live at some stage: what was computed before it, and is still to be read."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from torch import fx
+
+from ocnopt.games.flow import Flow, Overwriting, arguments, name_of
+from ocnopt.games.schedule import Placement
+
+#: a node, and one that reads it
+Edge = tuple[fx.Node, fx.Node]
+
+
+class Edges:
+    """By kind of reader. They depend on the placement alone."""
+
+    def __init__(self, flow: Flow, *placements: Placement) -> None:
+        """``placements``: one, or several, and the edges are those of any of them."""
+        crossing = [
+            (source, user)
+            for source in flow.graph.nodes
+            if source.meta.get("kind") == "real" and not source.meta.get("parameter")
+            for user in source.users
+            if any(-1 < stage.get(source, -1) < stage.get(user, -1) for stage in (p.stage for p in placements))
+        ]
+        self.flow, stage = flow, placements[0].stage
+        self.into_players = [edge for edge in crossing if edge[1].op == "call_module"]
+        self.into_operations = [edge for edge in crossing if edge[1].op != "call_module"]
+        self.into_outputs = [(i, node) for i, node in enumerate(flow.outputs) if node is not None and stage[node] >= 0]
+        self._of_players = frozenset(
+            (name_of(call), occurrence, i)
+            for call, occurrence in occurrences(flow).items()
+            for i, node in enumerate(arguments(call))
+            if (node, call) in set(self.into_players)
+        )
+        self._of_operations: dict[int, set[int]] = defaultdict(set)
+        for source, user in self.into_operations:
+            self._of_operations[user.meta["entry"]].add(source.meta["turn"])
+
+    @property
+    def hidden(self) -> bool:
+        """Does an operation at the end of one overwrite what it reads? Then no alias of that can be made."""
+        return any(_overwrites(user, source) for source, user in self.into_operations)
+
+    def among(self, others: Edges) -> bool:
+        """Are these all edges of the same flow that are read, too?"""
+        if self is others:
+            return True
+        if self.flow is not others.flow or not self._of_players <= others._of_players:
+            return False
+        return all(turns <= others.into_operation(entry) for entry, turns in self._of_operations.items())
+
+    def into_player(self, name: str, occurrence: int, i: int) -> bool:
+        """Is input i of that call the end of one?"""
+        return (name, occurrence, i) in self._of_players
+
+    def into_operation(self, entry: int) -> set[int]:
+        """The values that the operation of an entry reads by one."""
+        return self._of_operations.get(entry, set())
+
+
+def _overwrites(user: fx.Node, source: fx.Node) -> bool:
+    if not isinstance(user.target, Overwriting):
+        return False
+    read: list[fx.Node] = []
+    fx.node.map_arg((user.args, user.kwargs), read.append)
+    return read[user.target.place] is source
+
+
+def occurrences(flow: Flow) -> dict[fx.Node, int]:
+    """Of each call of a player: which call of the same module it is."""
+    counts: dict[str, int] = defaultdict(int)
+    found = {}
+    for call in flow.calls:
+        found[call] = counts[name_of(call)]
+        counts[name_of(call)] += 1
+    return found
