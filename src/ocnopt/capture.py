@@ -25,7 +25,7 @@ from ocnopt.hooks import Hook, Hooks, Others
 from ocnopt.hosts import Host
 from ocnopt.layers import Adapter
 from ocnopt.once import Once
-from ocnopt.readings import Reading
+from ocnopt.readings import Reading, product
 from ocnopt.records import Folded, Need, Pass, Record, Rollout, Sinks, detached, floating, versions_of
 from ocnopt.rng import AllRNG, RNGState
 from ocnopt.scaling import Scaling
@@ -190,7 +190,8 @@ class Tape:
         if need.states:
             self._current.environment = Environment.capture(model)
         if need.flow or need.states:
-            self._current.watched = self._follower.begin(model, tensors(given), self._read)
+            self._current.given = tuple((t.shape, t.dtype) for t in tensors(given))
+            self._current.watched = self._follower.begin(model, tensors(given), self._current.given, self._read)
         self._current.whole = need.whole
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -250,6 +251,9 @@ class Tape:
     def _settle(self, this: Pass) -> None:
         """This pass is trained on. Others, before or after it, have no say in who acts when."""
         self.order, self.flow, self._trained = this.order, this.flow, True
+        if not this.settled and this.flow is not None:
+            self._follower.learn(this.given, this.flow)
+        this.settled = True
 
     def _borrow(self) -> None:
         self.borrowed = True
@@ -414,6 +418,8 @@ class Tape:
                     each()
             if kept:
                 add(record.h, i, h)
+            if not record.origin.compared:
+                record.sizes.setdefault(i, (h.dtype, []))[1].append(product(h.detach(), h.detach()))
             record.spent = not graph_is_kept()
             if adapter is not None and record.spent:
                 add_up(record, adapter)

@@ -149,6 +149,21 @@ class Others:
         self._replaced.clear()
 
 
+@contextmanager
+def without_backward_hooks(model: nn.Module) -> Iterator[None]:
+    """Run a block, forward and backward, in which no hook on a module is told of gradients."""
+    places = [m.__dict__ for m in model.modules()] + [vars(torch_module)]
+    names = "_backward_hooks", "_backward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks"
+    found = [(place, name, place[name]) for place in places for name in names if place.get(name)]
+    for place, name, _ in found:
+        place[name] = OrderedDict()
+    try:
+        yield
+    finally:
+        for place, name, hooks in found:
+            place[name] = hooks
+
+
 def _of_others(hooks: Hooks) -> list[tuple[int, Callable[..., Any]]]:
     return [(number, hook) for number, hook in hooks.items() if not isinstance(hook, (Hook, Watched))]
 

@@ -86,16 +86,16 @@ class Reading:
         """Is that the tensor which was read, as far as the product tells?"""
         assert self.adjoint is not None
         size = product(self.adjoint, self.adjoint) * product(again, again)
-        return bool(self.change(again).sum().abs() <= self._tolerance * size.sqrt() + 1e-30)
+        return bool(self.change(again).sum().abs() <= tolerance(self._dtype) * size.sqrt() + 1e-30)
 
     def agrees(self, other: Reading) -> bool:
         """Are both of the same tensor and adjoint, as far as products tell? The other must have been sized."""
         size, theirs = self._size, other._size
         if other._sizes is None or self.before is None or other.before is None:
             return not bool(size) and not bool(theirs)
-        gap = (self.before.sum() - other.before.sum()).abs()
-        same = (size - theirs).abs() <= 2 * self._tolerance * theirs + 1e-30
-        return bool(same & (gap <= self._tolerance * (theirs * other._sizes[1]).sqrt() + 1e-30))
+        gap, within = (self.before.sum() - other.before.sum()).abs(), tolerance(self._dtype)
+        same_product = gap <= within * (theirs * other._sizes[1]).sqrt() + 1e-30
+        return same_size(size, theirs, self._dtype) and bool(same_product)
 
     @property
     def _size(self) -> Tensor:
@@ -104,11 +104,6 @@ class Reading:
             return self._sizes[0]
         return torch.zeros(()) if self.adjoint is None else product(self.adjoint, self.adjoint)
 
-    @property
-    def _tolerance(self) -> float:
-        """What two passes over the same numbers may differ by, relative to their size."""
-        return {torch.float64: 1e-6, torch.float32: 1e-3}.get(self._dtype, 5e-2)
-
     def forget(self) -> None:
         """The adjoint: another backward pass starts from nothing."""
         self.adjoint, self.before, self._sizes, self._spoilt = None, None, None, False
@@ -116,6 +111,16 @@ class Reading:
     def tensors(self) -> list[Tensor]:
         """What it holds."""
         return [t for t in (self._tensor, self.adjoint, self.before, *(self._sizes or ())) if t is not None]
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """What two passes over the same numbers may differ by, relative to their size."""
+    return {torch.float64: 1e-6, torch.float32: 1e-3}.get(dtype, 5e-2)
+
+
+def same_size(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Of two sums of squares."""
+    return bool((found - expected).abs() <= 2 * tolerance(dtype) * expected + 1e-30)
 
 
 def arrived(readings: Mapping[K, Reading]) -> dict[K, Reading]:

@@ -66,6 +66,8 @@ class Pass:
     scale: Tensor | None = None  # the factor by which adjoints are to be multiplied, if any
     turn: int = 0  # which pass since the hooks were set
     groups: Groups | None = None  # its samples, where it is split already in the backward pass
+    given: Any = None  # shapes and dtypes of its inputs
+    settled: bool = False  # has it been seen to be trained on?
     mixed: frozenset[str] = frozenset()  # modules whose dimension 0 only has the size of the batch
     mixed_inputs: frozenset[str] = frozenset()  # those of them in whose input it is so
     summed: Mapping[str, Adapter] = field(default_factory=dict)  # of the layers whose calls may be added up
@@ -127,6 +129,7 @@ class Record:
     outputs: dict[int, Tensor] = field(default_factory=dict)
     arrived: bool = False  # is it on the tape?
     h: dict[int, Tensor] = field(default_factory=dict)  # ∂L/∂output, by output
+    sizes: dict[int, tuple[torch.dtype, list[Tensor]]] = field(default_factory=dict)  # of h: dtype, all ⟨h, h⟩
     columns: dict[str, Tensor] = field(default_factory=dict)  # group gradients of its pass, if backward left them
     inner: dict[str, list[Call]] | None = None  # calls of the layers inside a host, where it was asked
     strays: frozenset[str] = frozenset()  # layers inside a host that were called by somebody else, too
@@ -178,7 +181,7 @@ class Record:
         """As that of a pass."""
         for reading in self.readings.values():
             reading.forget()
-        for store in (self.h, self.outputs, self.columns, self.tallies):
+        for store in (self.h, self.sizes, self.outputs, self.columns, self.tallies):
             store.clear()
         self.inner, self.arrived = None, False
         if self.spent:  # its graph may be alive for long, but not its record

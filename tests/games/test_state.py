@@ -146,8 +146,8 @@ class Straight(torch.autograd.Function):
 
 class Estimated(markov.Residual):
     def forward(self, x: Tensor) -> Tensor:
-        z = torch.tanh(self.into(x))
-        return self.head(Straight.apply(z + self.b(torch.tanh(self.a(z)))))
+        z = Straight.apply(self.into(x))
+        return self.head(z + self.b(torch.tanh(self.a(z))))
 
 
 class Dropped(markov.Residual):
@@ -171,7 +171,7 @@ def test_what_cannot_be_run_again_is_accumulated_and_said() -> None:
     model, opt = make(lambda: Estimated(False), lr=0.1)
     for _ in range(2):
         step(model, opt, data(5))
-        assert re.search("state: accumulated layer by layer, since .* other numbers at 'a'", opt.summary())
+        assert re.search("state: accumulated layer by layer, since .* other numbers at 'into'", opt.summary())
     model, opt = make(lambda: Estimated(False), lr=0.1, alignment="last")
     with pytest.raises(RuntimeError, match=r"^alignment='last' needs a network that can run stage by stage"):
         step(model, opt, data(5))

@@ -54,16 +54,17 @@ class Follower:
     def __init__(self) -> None:
         self._flows: list[Flow] = []
         self._habits: dict[Any, Habit] = {}  # by what the model is given
-        self._given: Any = None
         self._recorder: Recorder | None = None
         self._random: RNGState | None = None
         self._draws = True  # does the model draw random numbers? Until the first pass is over it may
 
-    def begin(self, model: nn.Module, inputs: list[Tensor], read: Read) -> Edges | None:
-        """What is to be watched of the pass, if it can be foreseen what it is going to do; ``read`` is told of it."""
+    def begin(self, model: nn.Module, inputs: list[Tensor], given: Any, read: Read) -> Edges | None:
+        """What is to be watched of the pass, if it can be foreseen what it is going to do; ``read`` is told of it.
+
+        ``given``: what passes have in common that are likely to do the same.
+        """
         self._abandon()
-        self._given = tuple((t.shape, t.dtype) for t in inputs)
-        habit = self._habits.get(self._given)
+        habit = self._habits.get(given)
         watched = None if habit is None else habit.watched()
         self._random = RNGState.capture({p.device for p in model.parameters()})
         self._recorder = Recorder(model, inputs, self._random.states if self._draws else None, watched, read)
@@ -96,19 +97,19 @@ class Follower:
         flow, this.draws = recorder.finish(output, self._flows), recorder.draws
         flow.held.add(this)
         self._flows = [flow, *(other for other in self._flows[:7] if other is not flow)]  # the likeliest first
-        self._remember(flow)
         drew = not self._random.same_as(RNGState.capture(self._random.states))
         if drew and not self._draws:
             this.fixed = "it drew random numbers that were not kept (from the next step on they are)"
         self._draws = drew
         return flow
 
-    def _remember(self, flow: Flow) -> None:
-        habit = self._habits.pop(self._given, None)
+    def learn(self, given: Any, flow: Flow) -> None:
+        """A pass is trained on."""
+        habit = self._habits.pop(given, None)
         if habit is None or habit.flow is not flow:
             habit = Habit(flow)
         habit.times += 1
-        self._habits[self._given] = habit
+        self._habits[given] = habit
         if len(self._habits) > _HABITS:
             del self._habits[next(iter(self._habits))]  # the one that was not seen for longest
 
