@@ -19,6 +19,7 @@ from ocnopt.gradients import GroupGradients
 from ocnopt.groups import Part
 from ocnopt.layers.base import Call
 from ocnopt.moment import Moment
+from ocnopt.multi import copied
 from ocnopt.phases import CURVATURE
 from ocnopt.players import Player
 from ocnopt.shards import parts
@@ -43,8 +44,9 @@ class Bucket:
     metric: Metric | None = field(default=None)
     preconditioned: GroupGradients | None = field(default=None)  # C^{-1} G
     stride: Tensor | None = field(default=None)  # what directions are multiplied by: η, or 0 in a step without a trace
-    pending: list[Tensor] | None = field(default=None)  # what is planned to be taken off the parameters
-    coasting: list[Tensor] | None = field(default=None)  # the momentum of a step that is planned
+    pending: list[Tensor] | None = field(default=None)  # what is planned to be taken off parameters of few digits
+    coasted: list[Tensor] | None = field(default=None)  # the momentum to come, where it depends on the parameters
+    steered: list[tuple[list[int], Tensor]] = field(default_factory=list)  # which parameters, and with which weights
 
     @property
     def group(self) -> dict[str, Any]:
@@ -166,46 +168,78 @@ class Bucket:
     def apply(self, w: Tensor) -> None:
         """θ ← θ − φ M^{-1} (N G w + ℓ), and the momentum goes on. All at once, for one w."""
         self.preconditioned, N = None, self.fictitious
-        m = self._coasting_momentum()
-        if m is None:
-            direction = self._with_decay(self.gradients.mix(N * w))
+        m, ahead = self.zeros_like_parameters("momentum") if self.group["momentum"] else None, self._looks_ahead
+        if m is not None:
+            self._coast(m)
+            (self.gradients.add_to if ahead else self.gradients.give_to)(m, w, N * self._intake)
+        if m is not None and not ahead:
+            change = self._planned(m, own=False)
         else:
-            self.gradients.add_to(m, w, N * self._intake)
-            direction = m
-            if self._looks_ahead:
-                direction = self._with_decay(self.gradients.mix(N * w))
+            direction = self._with_decay(self.gradients.mix(N * w))
+            if m is not None:
                 torch._foreach_add_(direction, m, alpha=self.group["momentum"])
-        torch._foreach_sub_(parts(self.params), self._planned(direction))
+            change = self._planned(direction, own=True)
+        torch._foreach_sub_(parts(self.params), change)
 
     def coast(self) -> None:
-        """The part of :meth:`apply` that the policy has no say in, momentum and decay: planned for all layers at once,
-        before the first one acts.
+        """The part of :meth:`apply` that the policy has no say in, momentum and decay: for all layers at once, before
+        the first one acts. Nobody looks at a layer before it does.
+
+        The momentum stays as it is until :meth:`settle`, so that there is nothing to put back if a second pass fails.
         """
-        m = self._coasting_momentum()
-        direction: list[Tensor] | None = m
+        m, mu = None, self.group["momentum"]
+        if mu:
+            m = copied(self.zeros_like_parameters("momentum"))
+            self._coast(m)
+            self.coasted = m if self._has_decay else None  # the parameters are about to move
+        direction = m
         if m is None or self._looks_ahead:
             direction = self._decayed() if self._has_decay else None
         if m is not None and self._looks_ahead:
-            drift = torch._foreach_mul(m, self.group["momentum"])
-            direction = list(drift if direction is None else torch._foreach_add(direction, drift))
-        self.pending, self.coasting = self._planned(direction), m
+            drift = list(torch._foreach_mul(m, mu))
+            direction = drift if direction is None else list(torch._foreach_add(direction, drift))
+        change = self._planned(direction, own=direction is not self.coasted)
+        if self._few_digits:
+            self.pending = change
+        else:
+            torch._foreach_sub_(parts(self.params), change)
 
     def steer(self, seats: Sequence[int], w: Tensor) -> None:
         """The part that it has: of the layers that act now."""
         selected = self.shelf.select(seats)
         if selected is None:
             return
-        assert self.pending is not None
         assert self.preconditioned is not None
         assert self.stride is not None
         few, index = selected
-        mu, N = self.group["momentum"], self.fictitious
-        if self.coasting is not None:
-            self.gradients.select(index).add_to([self.coasting[i] for i in index], w, N * self._intake)
-        taken = self._intake if mu and not self._looks_ahead else 1 + mu
-        change = [self.pending[i] for i in index]
-        self.preconditioned.select(index).add_to(change, w * self.stride, N * taken)
-        torch._foreach_sub_(parts(few.params), change)
+        mu, theirs = self.group["momentum"], parts(few.params)
+        taken = self.fictitious * (self._intake if mu and not self._looks_ahead else 1 + mu)
+        gradients, weights = self.preconditioned.select(index), w * self.stride
+        if self.pending is None:
+            gradients.add_to(theirs, weights, -taken)
+        else:
+            change = [self.pending[i] for i in index]
+            gradients.add_to(change, weights, taken)
+            torch._foreach_sub_(theirs, change)
+        self.steered.append((index, w))
+
+    def settle(self) -> None:
+        """All have acted: the momentum goes on."""
+        self.pending = self.preconditioned = None
+        if not self.group["momentum"]:
+            return
+        m = self.zeros_like_parameters("momentum")
+        if self.coasted is None:
+            self._coast(m)
+        else:
+            torch._foreach_copy_(m, self.coasted)
+        for index, w in self.steered:
+            self.gradients.select(index).add_to([m[i] for i in index], w, self.fictitious * self._intake)
+
+    @property
+    def _few_digits(self) -> bool:
+        """Are the parameters of lower precision than the arithmetic? Then they are moved once in a step."""
+        return self.params[0].dtype != self.ok.dtype
 
     @property
     def _looks_ahead(self) -> bool:
@@ -220,26 +254,25 @@ class Bucket:
         """The weight of a new direction in the momentum."""
         return 1 - self.group["momentum"] if self.group["ema"] else 1.0
 
-    def _coasting_momentum(self) -> list[Tensor] | None:
+    def _coast(self, m: list[Tensor]) -> None:
         """The momentum, one step later, if there were no gradient."""
-        mu = self.group["momentum"]
-        if not mu:
-            return None
-        m = self.zeros_like_parameters("momentum")
-        torch._foreach_mul_(m, torch.rsub(self.ok, 1, alpha=1 - mu))
+        torch._foreach_mul_(m, torch.rsub(self.ok, 1, alpha=1 - self.group["momentum"]))
         if self._has_decay:
             torch._foreach_add_(m, torch._foreach_mul(self._decayed(), self.ok), alpha=self._intake)
-        return m
 
-    def _planned(self, direction: list[Tensor] | None) -> list[Tensor]:
-        """What a direction, and a decoupled decay, take off the parameters."""
+    def _planned(self, direction: list[Tensor] | None, own: bool) -> list[Tensor]:
+        """What a direction, and a decoupled decay, take off the parameters. ``own``: it may be overwritten."""
         assert self.metric is not None
         rate = self.ok * self.lr
         self.stride = rate / self._momentum_correction
         if direction is None:
             change = [torch.zeros_like(p, dtype=self.ok.dtype) for p in parts(self.params)]
         else:
-            change = list(torch._foreach_mul(self.metric.solve(direction), self.stride))
+            change = self.metric.solve(direction)
+            if self.metric.is_new or (own and self.metric.is_identity):
+                torch._foreach_mul_(change, self.stride)
+            else:
+                change = list(torch._foreach_mul(change, self.stride))
         if self.group["decoupled_weight_decay"] and any(self._decays):
             torch._foreach_add_(change, torch._foreach_mul(self._decayed(), rate))
         return change
@@ -250,4 +283,4 @@ class Bucket:
         if selected is None:
             return None
         few, index = selected
-        return replace(self, shelf=few, gradients=self.gradients.select(index))
+        return replace(self, shelf=few, gradients=self.gradients.select(index), steered=[])

@@ -44,6 +44,10 @@ class GroupGradients(ABC):
         """tensors ← tensors + scale · G w."""
         torch._foreach_add_(list(tensors), self.mix(w), alpha=scale)
 
+    def give_to(self, tensors: Sequence[Tensor], w: Tensor, scale: float = 1.0) -> None:
+        """The same, for the last time: the memory of the gradients may be used for it."""
+        self.add_to(tensors, w, scale)
+
     @abstractmethod
     def preconditioned(self, metric: Metric) -> GroupGradients:
         """C^{-1} G."""
@@ -69,7 +73,7 @@ class GroupGradients(ABC):
 class Shared(GroupGradients):
     """G = p.grad · ν^T with ν = n/B."""
 
-    grads: list[Tensor]
+    grads: list[Tensor]  # copies
     fractions: Tensor
     squares: Tensor | None = None  # g^T g of each, where that is known
 
@@ -83,6 +87,11 @@ class Shared(GroupGradients):
         share = self._share(w)
         for t, g in zip(tensors, self.grads, strict=True):
             t.addcmul_(g, share, value=scale)
+
+    def give_to(self, tensors: Sequence[Tensor], w: Tensor, scale: float = 1.0) -> None:
+        torch._foreach_mul_(self.grads, self._share(w))
+        torch._foreach_add_(list(tensors), self.grads, alpha=scale)
+        self.grads = []
 
     def _share(self, w: Tensor) -> Tensor:
         """ν^T w."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -21,12 +21,37 @@ _LARGEST = {torch.float32: 1e30, torch.float64: 1e300}
 
 _ROW = 1024
 
+#: so many numbers are little beside what a network takes that has more parameters than that
+_CHUNK = 2**23
+
 
 def inner(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
     """``[n]``: the inner product of each pair."""
     if xs[0].is_cuda:
-        return sums(torch._foreach_mul(list(xs), list(ys)))
+        return _few_launches(xs, ys, _CHUNK)
     return torch.stack([torch.dot(x.reshape(-1), y.reshape(-1)) for x, y in zip(xs, ys, strict=True)])
+
+
+def _few_launches(xs: Sequence[Tensor], ys: Sequence[Tensor], chunk: int) -> Tensor:
+    """As :func:`inner`. Products are written down, of so many numbers at a time."""
+    found = []
+    for start, end in _chunks([x.numel() for x in xs], chunk):
+        if end == start + 1:
+            found.append(torch.dot(xs[start].reshape(-1), ys[start].reshape(-1)).reshape(1))
+        else:
+            found.append(sums(torch._foreach_mul(list(xs[start:end]), list(ys[start:end]))))
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _chunks(numbers: Sequence[int], limit: int) -> list[tuple[int, int]]:
+    """Neighbours that have no more than ``limit`` numbers together, or are one."""
+    ends, held = [0], 0
+    for i, n in enumerate(numbers):
+        if held + n > limit and i > ends[-1]:
+            ends.append(i)
+            held = 0
+        held += n
+    return list(pairwise([*ends, len(numbers)]))
 
 
 def sums(tensors: Sequence[Tensor]) -> Tensor:

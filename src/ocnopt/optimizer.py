@@ -411,7 +411,9 @@ class OCNOpt(Optimizer):
         if before is not None and not isinstance(before, Tensor):
             before = torch.tensor(before, dtype=torch.float64)
         guarded = terms.runs_code_of_others and not whole_step.underway()
-        with Snapshot(players, self.state) if guarded else nullcontext():
+        # clocks tick after the step, and are shared; a second pass is over before the momentum goes on
+        later = ("step", "momentum") if group["feedback"] == "nonlinear" else ("step",)
+        with Snapshot(players, self.state, later) if guarded else nullcontext():
             seen, maximize = self._fallbacks.seen, group["maximize"]
             problem = pose(
                 players,

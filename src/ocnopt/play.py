@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Container, Mapping, MutableMapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -136,6 +136,7 @@ def _linear(problem: Problem, kernels: Kernels, answers: Answers) -> None:
             problem.steer(seats, w)
             # a list of indices would have to be copied to the device
             s = s - torch.stack([K[i] for i in seats]).sum(0) @ w - torch.stack([u[i] for i in seats]).sum(0)
+    problem.settle()
 
 
 @ROLLOUT
@@ -172,6 +173,7 @@ def _nonlinear(
         (this,), (measure,) = passes, measures
         follower = rollout.InOrder(this, tape.records, problem.stages, act, predict, measure)
         change = rollout.in_order(tape, this, follower)
+    problem.settle()
     everywhere = world.every(change is not None)
     return world.total(change) if everywhere and change is not None else None
 
@@ -179,14 +181,17 @@ def _nonlinear(
 class Snapshot:
     """Puts parameters and state back as they were if the block raises: a second forward pass may fail in the middle."""
 
-    def __init__(self, players: Sequence[Player], state: MutableMapping[Tensor, dict[str, Any]]) -> None:
+    def __init__(
+        self, players: Sequence[Player], state: MutableMapping[Tensor, dict[str, Any]], but: Container[str] = ()
+    ) -> None:
+        """``but``: state of which it is known that it does not change before all is well."""
         self.params = [p for player in players for p in player.params]
-        self.state = state
+        self.state, self.but = state, but
 
     def __enter__(self) -> None:
         self.states = [dict(self.state[p]) for p in self.params]
-        # clocks tick after the step, so they need no copy, and they are shared between parameters
-        kept = [(own, k, v) for own in self.states for k, v in own.items() if isinstance(v, Tensor) and k != "step"]
+        tensors = [(own, k, v) for own in self.states for k, v in own.items() if isinstance(v, Tensor)]
+        kept = [(own, k, v) for own, k, v in tensors if k not in self.but]
         copies = copied([*self.params, *(v for _, _, v in kept)])
         self.values = copies[: len(self.params)]
         for (own, key, _), copy in zip(kept, copies[len(self.params) :], strict=True):

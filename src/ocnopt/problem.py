@@ -210,6 +210,12 @@ class Problem:
             bucket.steer(seats, w.to(bucket.ok))
 
     @UPDATE
+    def settle(self) -> None:
+        """All players have acted, one after another."""
+        for bucket in self.buckets:
+            bucket.settle()
+
+    @UPDATE
     def tick(self) -> None:
         """Advance the clocks: a step that was masked did not happen."""
         for clock in {id(b.moment.clock): b.moment.clock for b in self.buckets}.values():

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 @dataclass
 class DiagonalMetric(Metric):
     diagonals: list[Tensor]
+    is_new = True
 
     def solve(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         return list(torch._foreach_div(list(vectors), self.diagonals))

@@ -21,6 +21,8 @@ class Metric(ABC):
 
     #: C = I
     is_identity: bool = False
+    #: does :meth:`solve` return tensors that nobody else holds, and that may be overwritten?
+    is_new: bool = False
 
     @abstractmethod
     def solve(self, vectors: Sequence[Tensor]) -> list[Tensor]:
