@@ -41,6 +41,10 @@ def passes_of(tape: Tape, group: Mapping[str, Any]) -> list[Pass]:
         )
     if nonlinear and any(this.environment is None for this in passes):
         raise RuntimeError(f"{what} was asked for after the forward pass: run forward and backward again")
+    if nonlinear and group["rank"] != 1 and not all(this.split for this in passes):
+        raise RuntimeError(
+            f"rank={group['rank']!r} was asked for after the forward pass: run forward and backward again"
+        )
     if nonlinear and any(this.inputs_changed() for this in passes):
         raise RuntimeError(f"{what} runs the model again, but its input was changed in place since the forward pass")
     return passes

@@ -63,6 +63,7 @@ class Tape:
         self._chains: dict[tuple[Any, ...], bool] = {}
         self._chain = False  # was the last pass one?
         self.asking: set[str] | None = None  # the modules at whose inputs the policy of a chain is asked
+        self._thawed: list[bool] = []  # which parameters were trained in the last pass
         self._left_alone: set[str] = set()  # modules whose outputs nobody overwrites in place
         self._others = Others(model)
         self._handles = [
@@ -175,6 +176,8 @@ class Tape:
         elif self.records:
             self.before_pass()
         self._scaling.watch(parameters)
+        if self._thawed != (thawed := [p.requires_grad for p in parameters]):
+            self._thawed, self.asking = thawed, None  # others may act
         if need.calls or need.states:  # then the model may run again
             self._keep_places()
             self._others.watch()
@@ -192,7 +195,7 @@ class Tape:
         if need.flow or need.states:
             self._current.given = tuple((t.shape, t.dtype) for t in tensors(given))
             self._current.watched = self._follower.begin(model, tensors(given), self._current.given, self._read)
-        self._current.whole = need.whole
+        self._current.whole, self._current.split = need.whole, need.split
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         self.once.end()
@@ -235,7 +238,7 @@ class Tape:
 
     def _rows(self, this: Pass) -> int | None:
         """The number of samples, if changes are to be told sample by sample."""
-        return this.batch if self._asked.split else None
+        return this.batch if this.split else None
 
     def _when_trained_on(self, outputs: list[Tensor], then: Callable[[], None]) -> None:
         """For passes of which nothing else is asked."""

@@ -57,6 +57,7 @@ class Pass:
     chain: bool = False
     flow: Flow | None = None
     whole: bool = False  # are the outputs of layers kept, too, so that a change can be added up layer by layer?
+    split: bool = False  # can changes be told sample by sample?
     watched: Edges | None = None  # of the data flow that it is expected to have: what is read of it
     readings: dict[tuple[int, int], Reading] = field(default_factory=dict)  # by operations: (value, entry)
     draws: Draws = field(default_factory=dict)

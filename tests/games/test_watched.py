@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.games import markov
 from tests.games.test_odd import NETS, Net, data, make
-from tests.toys import values
+from tests.toys import assert_identical, values
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import cross_entropy
@@ -68,6 +68,24 @@ class Kept(Net):
         return same + self.b(torch.tanh(self.a(z))) + nn.functional.dropout(z, 0.5, training=False)
 
 
+class Converted(Net):
+    """What comes back may be the very tensor that was given, and both go on."""
+
+    def block(self, z: Tensor) -> Tensor:
+        h = self.b(torch.tanh(self.a(z)))
+        return z.to(h) + torch.sin(z) * h
+
+
+class Spent(Net):
+    """The stream is overwritten after it was read."""
+
+    def block(self, z: Tensor) -> Tensor:
+        z = 1.0 * z
+        total = z + self.b(torch.tanh(self.a(1.0 * z)))
+        z.mul_(2)
+        return total + torch.tanh(z.clone())
+
+
 class Doubled(Net):
     """One operation reads the same tensor twice."""
 
@@ -91,7 +109,9 @@ class Wired(Net):
 GALLERY = {
     **NETS,
     "overwritten": Overwriting,
+    "overwritten when it was read": Spent,
     "returned as it is": Kept,
+    "converted to what it is": Converted,
     "read twice": Doubled,
     "residual": lambda: markov.Residual(False),
     "residual with projection": lambda: markov.Residual(True),
@@ -100,7 +120,7 @@ GALLERY = {
 #: an edge leads to is overwritten
 KNOWN = dict.fromkeys(GALLERY, 2)
 KNOWN |= dict.fromkeys(["pre-hook", "hook", "borrowed weights", "complex", "views"], STEPS)
-KNOWN |= dict.fromkeys(["input in a list", "overwritten", "routed"], STEPS)
+KNOWN |= dict.fromkeys(["input in a list", "overwritten", "overwritten when it was read", "routed"], STEPS)
 KNOWN |= {"spectral norm": 3, "weight norm": 3}  # the weight is another attribute at first
 KNOWN |= {"gradients enabled inside": STEPS}  # a chain, of which that need not be known
 
@@ -108,7 +128,7 @@ KNOWN |= {"gradients enabled inside": STEPS}  # a chain, of which that need not 
 @pytest.mark.parametrize("rank", [1, 3])
 @pytest.mark.parametrize("name", GALLERY)
 def test_the_steps_are_the_same(name: str, rank: int) -> None:
-    found = []
+    found, whys = [], []
     for may in (True, False):
         model, opt = make(GALLERY[name], lr=0.3, rank=rank)
         if may:
@@ -117,8 +137,10 @@ def test_the_steps_are_the_same(name: str, rank: int) -> None:
             with unforeseen():
                 train(model, opt)
         found.append([*values(model), opt.diagnostics.s])
+        whys.append(opt.game.why_accumulated)
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    assert whys[0] == whys[1]
     assert foreseen == [k >= KNOWN[name] for k in range(STEPS)]
 
 
@@ -219,3 +241,36 @@ def test_an_output_that_is_overwritten_after_it_was_foreseen() -> None:
     opt.step()
     assert "an output of the model was overwritten in place" in (opt.game.why_accumulated or "")
     assert opt.diagnostics.s.abs().max() == 0
+
+
+def test_a_layer_of_a_chain_is_asked_as_soon_as_it_is_thawed() -> None:
+    """What changed at its input is measured in its first step, and not predicted."""
+    found = []
+    for forgetful in (False, True):
+        model, opt = make(
+            lambda: nn.Sequential(*(each for _ in range(3) for each in (nn.Linear(5, 5), nn.Tanh()))), lr=0.3
+        )
+        model[2].requires_grad_(False)
+        train(model, opt, 3)
+        model[2].requires_grad_(True)
+        if forgetful:
+            assert opt._tape is not None
+            opt._tape.asking = None
+        train(model, opt, 1)
+        found.append([*values(model), opt.diagnostics.s])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("chain", [False, True])
+def test_groups_that_are_asked_for_after_the_pass(chain: bool) -> None:
+    model, opt = make((lambda: nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))) if chain else Net, lr=0.3)
+    train(model, opt, 3)
+    x, y = data(9)
+    cross_entropy(model(x), y).backward()
+    opt.param_groups[0]["rank"], before = 3, values(model)
+    with pytest.raises(RuntimeError, match="rank=3 was asked for after the forward pass"):
+        opt.step()
+    assert_identical(values(model), before)
+    train(model, opt, 1)
+    assert opt.game.why_accumulated is None

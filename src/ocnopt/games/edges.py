@@ -41,8 +41,11 @@ class Edges:
 
     @property
     def hidden(self) -> bool:
-        """Does an operation at the end of one overwrite what it reads? Then no alias of that can be made."""
-        return any(_overwrites(user, source) for source, user in self.into_operations)
+        """Is anything overwritten that goes along one? Then no alias of it can be made, or it is spoilt when the
+        backward pass comes by.
+        """
+        sources = dict.fromkeys(source for source, _ in (*self.into_players, *self.into_operations))
+        return any(_overwrites(user, source) for source in sources for user in source.users)
 
     def among(self, others: Edges) -> bool:
         """Are these all edges of the same flow that are read, too?"""

@@ -258,6 +258,8 @@ class Recorder(TorchFunctionMode):
             self._note("operation", func, spec, [changed], True, written[0])
             for t in made:
                 self._bind(t, self._values[id(changed)])
+        elif (same := _given_back(func, into, tensors(given), out)) is not None:
+            return same
         elif made and (spec := self._spec(args, kwargs, func)) is not None:
             self._note("operation", func, spec, made, isinstance(out, Tensor))
         return out
@@ -404,6 +406,16 @@ class Recorder(TorchFunctionMode):
 
 def short(func: Any) -> str:
     return str(getattr(func, "__name__", func))
+
+
+def _given_back(func: Any, into: list[Tensor], read: list[Tensor], out: Any) -> Tensor | None:
+    """What was given to a function that did nothing and returned it, as ``to`` and ``contiguous`` may: no operation.
+
+    ``read``: aliases of ``into``, perhaps. What ends in ``_`` has done something, such as ``detach_``.
+    """
+    if short(func).endswith("_"):
+        return None
+    return next((t for t, alias in zip(into, read, strict=True) if out is alias), None)
 
 
 def _kind(t: Tensor) -> str:
