@@ -157,8 +157,8 @@ class Arrangement:
             return None, "an output of the model was overwritten in place after the pass"
         try:
             live = None if flow.fixed else Live(flow, placed.placement, placed.edges, tape, this, part)
-            # one that was watched could not be verified: the next is not
-            flow.uses += this.watched is None or not is_due(flow)
+            # one that was foreseen could not be verified: the next is not
+            flow.uses += not this.foreseen or not is_due(flow)
         except Disagreement as error:
             live, flow.fixed = None, str(error)
         except Exception as error:  # whatever its operations object to, the step goes on

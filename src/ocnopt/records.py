@@ -77,7 +77,12 @@ class Pass:
     @property
     def compared(self) -> bool:
         """Is it known where a second pass can be compared with it? Else it is run once more, to find out."""
-        return self.chain or self.whole or self.watched is not None
+        return self.chain or self.whole or self.foreseen
+
+    @property
+    def foreseen(self) -> bool:
+        """Did it do what it was expected to?"""
+        return self.watched is not None and self.watched.flow is self.flow
 
     def inputs_changed(self) -> bool:
         return self.versions != versions_of((self.args, self.kwargs))

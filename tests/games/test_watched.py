@@ -167,6 +167,34 @@ def test_a_pass_that_does_something_else_after_all(way: int, passes: int) -> Non
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
+class Reversal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return -0.5 * g
+
+
+class Reversed(Net):
+    """The gradient does not follow from the operations."""
+
+    odd = False
+
+    def block(self, z: Tensor) -> Tensor:
+        h = self.b(torch.tanh(self.a(z)))
+        return z + (Reversal.apply(h) if self.odd else h)
+
+
+def test_a_pass_that_does_something_else_is_not_trusted() -> None:
+    model, opt = make(Reversed, lr=0.3)
+    train(model, opt, 4)
+    model.odd = True
+    assert train(model, opt, 1) == [True]
+    assert "give other numbers" in (opt.game.why_accumulated or "")
+
+
 def test_every_size_of_batch_has_its_habits() -> None:
     model, opt = make(lambda: markov.Residual(True), lr=0.1)
     seen = []

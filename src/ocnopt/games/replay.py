@@ -38,7 +38,7 @@ def replay(flow: Flow, tape: Tape, this: Pass, edges: Sequence[Edge], batch: int
     """
     assert this.environment is not None
     looks = is_due(flow) or this.watched is not None
-    records = records_of(flow, this, tape.records) if looks and this.watched is None else {}
+    records = records_of(flow, this, tape.records) if looks and not this.foreseen else {}
     into_players = [(node, call) for call in records for node in arguments(call)]
     quiet = without_backward_hooks(tape.model)
     with tape.following(Rollout()), this.environment.repeated(), torch.enable_grad(), quiet:
