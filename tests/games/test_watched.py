@@ -138,8 +138,7 @@ def test_the_steps_are_the_same(name: str, rank: int) -> None:
                 train(model, opt)
         found.append([*values(model), opt.diagnostics.s])
         whys.append(opt.game.why_accumulated)
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    assert_identical(*found)  # a run that is resumed begins with passes of which nothing is known
     assert whys[0] == whys[1]
     assert foreseen == [k >= KNOWN[name] for k in range(STEPS)]
 

@@ -103,12 +103,12 @@ class Flow:
         """The calls of players, in the order of the program."""
         return [n for n in self.graph.nodes if n.op == "call_module"]
 
-    def run(self, node: fx.Node, values: Mapping[fx.Node, Any], model: nn.Module, draws: Draws) -> Any:
+    def run(self, node: fx.Node, read: Callable[[fx.Node], Any], model: nn.Module, draws: Draws) -> Any:
         """The value of a node that is not an input, from the values of the nodes it reads."""
         if node.op == "get_attr":
             name = str(node.target)
             return self.constants[name] if name in self.constants else _attribute(model, name)
-        args, kwargs = _filled(node.meta["spec"], values.__getitem__)
+        args, kwargs = _filled(node.meta["spec"], read)
         run = node.target if callable(node.target) else model.get_submodule(node.target)
         rng, mode = draws.get(node.meta["entry"]), node.meta["mode"]
         if rng is None and mode.holds(self.device):

@@ -77,7 +77,7 @@ class Live:
     def _again(self, edges: Edges) -> None:
         """What was not read while the first pass ran."""
         wanted = [*edges.into_players, *edges.into_operations]
-        for (source, user), reading in replay(self.flow, self.tape, self.this, wanted, self._batch).items():
+        for (source, user), reading in replay(self.flow, self.tape, self.this, wanted, self._batch):
             self._add(source, user, reading)
 
     def _add(self, source: fx.Node, user: fx.Node, reading: Reading) -> None:
@@ -117,7 +117,7 @@ class Live:
                     del values[read]
 
     def _value(self, node: fx.Node) -> Any:
-        return self.flow.run(node, self._values, self.tape.model, self.this.draws)
+        return self.flow.run(node, self._values.__getitem__, self.tape.model, self.this.draws)
 
     def change(self) -> Tensor | None:
         """⟨∂L/∂x_K, δx_K⟩, when all has run."""

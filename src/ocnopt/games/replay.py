@@ -6,9 +6,9 @@ the live edges of any other are found: it costs as much as the pass itself.
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -27,7 +27,11 @@ class Disagreement(RuntimeError):
     """Between a pass and its data flow."""
 
 
-def replay(flow: Flow, tape: Tape, this: Pass, edges: Sequence[Edge], batch: int | None) -> dict[Edge, Reading]:
+#: a reader, and which of its arguments (of a player), or what it reads (of an operation, once however often)
+Place = tuple[fx.Node, int | fx.Node]
+
+
+def replay(flow: Flow, tape: Tape, this: Pass, edges: Sequence[Edge], batch: int | None) -> list[tuple[Edge, Reading]]:
     """The readings of those edges that an adjoint arrives at. Call it before anybody acts.
 
     A data flow is trusted only if it gives what the pass itself saw. Looked at again after a while: much does not show
@@ -49,7 +53,18 @@ def replay(flow: Flow, tape: Tape, this: Pass, edges: Sequence[Edge], batch: int
     where = where or again.odd_player(records)
     if where is not None:
         raise Disagreement(f"its operations, run again, give other numbers at {where}")
-    return arrived({edge: again.readings[edge] for edge in edges if edge in again.readings})
+    found = arrived(again.readings)
+    return [(edge, found[place]) for edge in edges for place in places(edge) if place in found]
+
+
+def places(edge: Edge) -> list[Place]:
+    """Where a reader takes what comes along an edge. A player takes each of its arguments by itself, as in the pass: in
+    which order gradients are added up shows in their last digits.
+    """
+    source, user = edge
+    if user.op != "call_module":
+        return [(user, source)]
+    return [(user, i) for i, node in enumerate(arguments(user)) if node is source]
 
 
 class _Again:
@@ -60,10 +75,7 @@ class _Again:
     ) -> None:
         self.flow, self.this, self.batch = flow, this, batch
         self.kept, self.sized = set(edges), set(others)
-        self.sources: dict[fx.Node, list[fx.Node]] = {}  # by reader
-        for source, user in dict.fromkeys((*edges, *others)):
-            self.sources.setdefault(user, []).append(source)
-        self.readings: dict[Edge, Reading] = {}
+        self.readings: dict[Place, Reading] = {}
         self.sizes: dict[tuple[fx.Node, int], Tensor] = {}  # of the adjoints at the outputs of players
         self.values: dict[fx.Node, Any] = {}  # in the end, of the outputs
         self._watched: list[Tensor] = []
@@ -79,8 +91,7 @@ class _Again:
             if node.op == "placeholder":
                 self.values[node] = next(inputs)
             else:
-                mine = {source: self._read(source, node) for source in self.sources.get(node, ())}
-                self.values[node] = self.flow.run(node, ChainMap(mine, self.values), model, self.this.draws)
+                self.values[node] = self.flow.run(node, self._reader(node), model, self.this.draws)
             if node in players:
                 self._listen(node)
             for read in node.all_input_nodes:
@@ -88,16 +99,32 @@ class _Again:
                 if not readers[read]:
                     del self.values[read]
 
-    def _read(self, source: fx.Node, user: fx.Node) -> Tensor:
-        """An alias, whose gradient is that of the edge alone."""
-        t: Tensor = self.values[source]
+    def _reader(self, user: fx.Node) -> Callable[[fx.Node], Any]:
+        """What gives a node the values that it asks for, one after another, or aliases of them."""
+        numbers, aliases = count(), dict[fx.Node, Tensor]()
+
+        def read(source: fx.Node) -> Any:
+            player = user.op == "call_module" and source.meta.get("kind") == "real"
+            number = next(numbers) if player else -1
+            if (source, user) not in self.kept and (source, user) not in self.sized:
+                return self.values[source]
+            if player:
+                return self._alias((source, user), (user, number))
+            if source not in aliases:
+                aliases[source] = self._alias((source, user), (user, source))
+            return aliases[source]
+
+        return read
+
+    def _alias(self, edge: Edge, place: Place) -> Tensor:
+        """Its gradient is that of the edge alone."""
+        t: Tensor = self.values[edge[0]]
         if not t.requires_grad:
             return t
-        edge, reading = (source, user), Reading(t, self.batch)
+        reading = self.readings[place] = Reading(t, self.batch)
         t = t.view_as(t)
         how = {"last": True, "kept": edge in self.kept, "sized": edge in self.sized}
         t.register_hook(lambda d: reading.arrive(d, **how))
-        self.readings[edge] = reading
         self._watched.append(t)
         return t
 
@@ -134,14 +161,8 @@ class _Again:
         return None
 
     def _same_inputs(self, call: fx.Node, record: Record) -> bool:
-        read = arguments(call)
-        for node in dict.fromkeys(read):
-            seen = [reading for i, reading in record.readings.items() if read[i] is node]
-            found = self.readings.get((node, call))
-            # what is read twice there is read once here, and what needs no gradient is not read
-            if len(seen) == 1 and found is not None and not seen[0].agrees(found):
-                return False
-        return True
+        pairs = ((seen, self.readings.get((call, i))) for i, seen in record.readings.items())
+        return all(found is None or seen.agrees(found) for seen, found in pairs)  # what needs no gradient is not read
 
     def _same_adjoints(self, call: fx.Node, record: Record) -> bool:
         for i, (dtype, seen) in record.sizes.items():
