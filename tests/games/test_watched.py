@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -91,7 +91,7 @@ class Doubled(Net):
 
     def block(self, z: Tensor) -> Tensor:
         h = self.b(torch.tanh(self.a(z)))
-        return h + torch.stack([z, z]).prod(0) + z * z
+        return torch.addcmul(h, z, z) + z * z
 
 
 class Wired(Net):
@@ -301,3 +301,21 @@ def test_groups_that_are_asked_for_after_the_pass(chain: bool) -> None:
     assert_identical(values(model), before)
     train(model, opt, 1)
     assert opt.game.why_accumulated is None
+
+
+def test_an_alignment_that_is_changed_after_the_pass() -> None:
+    """Other edges are live then: the skip connection was to act with the layer that it is added to."""
+    found = []
+    for may in (True, False):
+        model, opt = make(lambda: markov.Residual(True), lr=0.3, alignment="last")
+        train(model, opt, 3)
+        x, y = data(9)
+        opt.zero_grad()
+        with nullcontext() if may else unforeseen():
+            cross_entropy(model(x), y).backward()
+        assert (opt._tape.passes[0].watched is not None) == may
+        opt.param_groups[0]["alignment"] = "first"
+        opt.step()
+        assert opt.game.late == {"skip": 0}
+        found.append([*values(model), opt.diagnostics.s])
+    assert_identical(*found)
