@@ -96,6 +96,7 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "factor_every": (_is_count, "a whole number ≥ 1"),
     "refresh_every": (_is_count, "a whole number ≥ 1"),
     "ekfac": (_flag, "True or False"),
+    "fused": (lambda v: v is None or isinstance(v, bool), "True, False or None"),
 }
 
 NAMES = tuple(_CHECKS)

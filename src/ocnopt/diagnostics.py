@@ -15,6 +15,7 @@ from ocnopt.summary import table
 
 if TYPE_CHECKING:
     from ocnopt.bellman import Policy
+    from ocnopt.play import Answers
     from ocnopt.problem import Kernels
 
 
@@ -43,9 +44,8 @@ class Diagnostics:
     stage_of: Sequence[int] = ()  # the stage of each of these
     policy: Policy | None = field(default=None, repr=False)  # the value function of each stage: policy.value(k)
     kernels: Kernels | None = field(default=None, repr=False)
-    asked: Tensor | None = field(default=None, repr=False)  # w before clamping, [N, r]
-    w: Tensor | None = field(default=None, repr=False)
-    measured_s: Tensor | None = field(default=None, repr=False)
+    answers: Answers | None = field(default=None, repr=False)
+    measured: bool = False  # was s measured, by a nonlinear rollout?
     measured_change: Tensor | None = field(default=None, repr=False)
     skipped: Tensor | None = field(default=None, repr=False)
     sign: float = 1.0  # −1 where the loss is maximised: the game minimises its negative
@@ -53,9 +53,22 @@ class Diagnostics:
     actual: Callable[[], float] | None = field(default=None, repr=False)
 
     @property
+    def asked(self) -> Tensor | None:
+        """w before clamping, ``[N, r]``."""
+        return None if self.answers is None else self.answers.asked
+
+    @property
+    def w(self) -> Tensor | None:
+        return None if self.answers is None else self.answers.w
+
+    @property
+    def measured_s(self) -> Tensor | None:
+        return self.answers.s if self.measured and self.answers is not None else None
+
+    @property
     def s(self) -> Tensor | None:
         """s as each layer saw it, ``[N, r]``."""
-        if self.measured_s is not None or self.kernels is None:
+        if self.measured or self.kernels is None:
             return self.measured_s
         changes = self._change(self.kernels.plan)
         before = changes.cumsum(0) - changes
@@ -63,17 +76,18 @@ class Diagnostics:
         return before[first]
 
     def _change(self, kernels: tuple[Tensor, Tensor]) -> Tensor:
-        assert self.w is not None
+        w = self.w
+        assert w is not None
         with full_precision():
-            return -(torch.einsum("kij,kj->ki", kernels[0], self.w) + kernels[1])
+            return -(torch.einsum("kij,kj->ki", kernels[0], w) + kernels[1])
 
     @cached_property
     def layers(self) -> list[LayerReport]:
-        if self.w is None or self.kernels is None or self.s is None or self.asked is None or self.policy is None:
+        asked, w, s = self.asked, self.w, self.s
+        if asked is None or w is None or s is None or self.kernels is None or self.policy is None:
             return []
         traces = self.kernels.K.diagonal(dim1=1, dim2=2).sum(1)
-        clamped = (self.asked != self.w).sum(1)
-        columns = (traces, self.w.amin(1), self.w.amax(1), self.sign * self.s.sum(1), clamped, self.policy.projections)
+        columns = (traces, w.amin(1), w.amax(1), self.sign * s.sum(1), (asked != w).sum(1), self.policy.projections)
         rows = torch.stack([c.to(torch.float64) for c in columns], 1).tolist()
         return [
             LayerReport(name, stage, trace, low, high, s, round(clamps), round(cuts))

@@ -221,7 +221,7 @@ class GraphedStep:
         # other threads may go on with what they do, such as pinning memory for the batches to come
         capturing = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
         try:
-            with whole_step.captured(), capturing:
+            with whole_step.captured() as own, capturing:
                 loss = self._train(buffers)
             why = wheels.stop()
         except BaseException as error:
@@ -237,7 +237,7 @@ class GraphedStep:
             return why
         self.captures += 1
         params = [p for group in self.opt.param_groups for p in group["params"]]
-        return Graph(graph, loss, [(p, p.grad) for p in params], wheels)
+        return Graph(graph, loss, [(p, p.grad) for p in params], wheels, own)
 
     def _say(self, why: str) -> None:
         """Once."""
@@ -254,6 +254,7 @@ class Graph:
     loss: Tensor
     grads: list[tuple[Tensor, Tensor | None]]  # of each parameter, where the graph writes it
     clockwork: Clockwork
+    own: whole_step.Capture  # what it reads, and nobody else may have any more
 
     def replay(self) -> Tensor:
         self.graph.replay()

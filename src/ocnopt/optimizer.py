@@ -91,6 +91,8 @@ class OCNOpt(Optimizer):
             the eigenbasis (EKFAC). Layers inside a Neural ODE are looked at for a refresh only. Layers take turns: all
             get a basis at the first step, and the next within ``refresh_every`` steps. Where looks are rare the first
             ones follow each other quickly, at steps 1, 2, 3, 4, 6, 9, …
+        fused: whole steps in a few kernels of our own, where they can be had: CUDA, Triton, rank 1, identity or
+            adaptive curvature. ``False``: operations of torch alone; ``True``: kernels, or an error that says why.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class OCNOpt(Optimizer):
         factor_every: int = 1,
         refresh_every: int = 100,
         ekfac: bool = True,
+        fused: bool | None = None,
     ) -> None:
         if feedback == "auto":
             quiet = model is not None and _is_continuous(model) and not arguments.asks_for_a_game(locals())
@@ -411,23 +414,12 @@ class OCNOpt(Optimizer):
         if before is not None and not isinstance(before, Tensor):
             before = torch.tensor(before, dtype=torch.float64)
         guarded = terms.runs_code_of_others and not whole_step.underway()
-        # clocks tick after the step, and are shared; a second pass is over before the momentum goes on
-        later = ("step", "momentum") if group["feedback"] == "nonlinear" else ("step",)
-        with Snapshot(players, self.state, later) if guarded else nullcontext():
-            seen, maximize = self._fallbacks.seen, group["maximize"]
-            problem = pose(
-                players,
-                stages,
-                records,
-                folded,
-                self.state,
-                samples,
-                before,
-                maximize,
-                world,
-                seen,
-                self._roster.shelves,
-            )
+        seen, shelves = self._fallbacks.seen, self._roster.shelves
+        with Snapshot(players, self.state) if guarded else nullcontext() as snapshot:
+            problem = pose(players, stages, records, folded, self.state, samples, before, group, world, seen, shelves)
+            if snapshot is not None:
+                # a second pass is over before state that is settled last goes on
+                snapshot.take(problem.settled_last if group["feedback"] == "nonlinear" else {"step"})
             self._diagnostics = play(problem, group, self._tape, passes, samples, live, world)
         problem.tick()
         self._count += 1

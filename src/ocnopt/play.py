@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ocnopt import rollout
+from ocnopt.actor import Answer, bounded
 from ocnopt.bellman import Consistent, Policy
 from ocnopt.capture import Tape
 from ocnopt.diagnostics import Diagnostics
@@ -54,9 +55,8 @@ def play(
         stage_of=problem.stages.stage_of,
         policy=policy,
         kernels=kernels,
-        asked=answers.asked,
-        w=answers.w,
-        measured_s=answers.s if group["feedback"] == "nonlinear" else None,
+        answers=answers,
+        measured=group["feedback"] == "nonlinear",
         measured_change=predicted,
         sign=sign,
         failed_refreshes=problem.failed_refreshes,
@@ -65,77 +65,83 @@ def play(
 
 def _descend(problem: Problem) -> Diagnostics:
     """No game: w = 1, the optimizer that the curvature belongs to."""
-    for bucket in problem.buckets:
-        bucket.measure(None)
-    problem.act(torch.ones_like(problem.fractions))
+    for actor in problem.actors:
+        actor.measure(None)
+    problem.act(Answer(torch.ones_like(problem.fractions), clamp=False))
     return Diagnostics(failed_refreshes=problem.failed_refreshes)
 
 
 class Answers:
-    """Asks the policy, keeps its answers in bounds and remembers them: ``[N, r]`` each."""
+    """Asks the policy and remembers its answers: ``[N, r]`` of each kind."""
 
     def __init__(self, policy: Policy, clamp: bool, stages: Stages) -> None:
         self.policy, self.clamp, self.stages = policy, clamp, stages
-        self._kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        self._all: tuple[Tensor, Tensor] | None = None
+        self._kept: dict[int, tuple[Answer, Tensor]] = {}
+        self._all: Answer | None = None
 
     @BELLMAN
-    def ask(self, k: int, s: Tensor) -> list[tuple[list[int], Tensor]]:
-        """The weights of the seats of a stage: one answer where they cooperate."""
+    def ask(self, k: int, s: Tensor) -> list[tuple[list[int], Answer]]:
+        """For the seats of a stage: one answer where they cooperate."""
         seats = self.stages.seats[k]
-        together = [seats] if self._one_answer else [[seat] for seat in seats]
-        for theirs in together:
-            asked = self.policy.weights(theirs[0], s)
-            self._kept |= dict.fromkeys(theirs, (asked, self._bounded(asked), s))
-        return [(theirs, self._kept[theirs[0]][1]) for theirs in together]
+        found = []
+        for theirs in [seats] if self._one_answer else [[seat] for seat in seats]:
+            answer = Answer(self.policy.weights(theirs[0], s), self.clamp)
+            self._kept |= dict.fromkeys(theirs, (answer, s))
+            found.append((theirs, answer))
+        return found
+
+    def of(self, seat: int) -> Answer:
+        """One that was given."""
+        return self._kept[seat][0]
 
     @property
     def _one_answer(self) -> bool:
         return not isinstance(self.policy, Consistent) or self.policy.cooperative
 
     @BELLMAN
-    def ask_once(self) -> Tensor | None:
-        """The linear rollout of consistent mode: one w for all stages, if all players cooperate."""
+    def ask_once(self) -> Answer | None:
+        """The linear rollout of consistent mode: one answer for all stages, if all players cooperate."""
         if not isinstance(self.policy, Consistent) or not self.policy.cooperative:
             return None
-        asked, count = self.policy.whole_network(), len(self.stages.stage_of)
-        bounded = self._bounded(asked)
-        self._all = asked.expand(count, -1), bounded.expand(count, -1)
-        return bounded
+        self._all = Answer(self.policy.whole_network(), self.clamp)
+        return self._all
 
-    def _bounded(self, w: Tensor) -> Tensor:
-        w = torch.nan_to_num(w, 0.0, 0.0, 0.0)  # a kernel beyond all numbers: do not move
-        return w.clamp(0, 1) if self.clamp else w
+    # what follows is for whoever asks: nothing is kept, since a graph overwrites the numbers when it is replayed
 
     @property
     def asked(self) -> Tensor:
-        return self._column(0) if self._all is None else self._all[0]
+        if self._all is not None:
+            return self._all.asked.expand(len(self.stages.stage_of), -1)
+        return self._column([answer.asked for answer, _ in self._kept.values()])
 
     @property
     def w(self) -> Tensor:
-        return self._column(1) if self._all is None else self._all[1]
+        return bounded(self.asked, self.clamp)
 
     @property
-    def s(self) -> Tensor:
-        return self._column(2)
+    def s(self) -> Tensor | None:
+        """As each seat saw it, if the policy was asked stage by stage."""
+        return self._column([s for _, s in self._kept.values()]) if self._kept else None
 
-    def _column(self, i: int) -> Tensor:
-        return torch.stack([self._kept[seat][i] for seat in range(len(self.stages.stage_of))])
+    def _column(self, rows: Sequence[Tensor]) -> Tensor:
+        by_seat = dict(zip(self._kept, rows, strict=True))
+        return torch.stack([by_seat[seat] for seat in range(len(rows))])
 
 
 @ROLLOUT
 def _linear(problem: Problem, kernels: Kernels, answers: Answers) -> None:
-    w = answers.ask_once()
-    if w is not None:
-        problem.act(w)
+    answer = answers.ask_once()
+    if answer is not None:
+        problem.act(answer)
         return
     problem.coast()
     s, (K, u) = torch.zeros_like(problem.fractions), kernels.plan
     for k in range(problem.stages.count):
-        for seats, w in answers.ask(k, s):
-            problem.steer(seats, w)
+        for seats, answer in answers.ask(k, s):
+            problem.steer(seats, answer)
             # a list of indices would have to be copied to the device
-            s = s - torch.stack([K[i] for i in seats]).sum(0) @ w - torch.stack([u[i] for i in seats]).sum(0)
+            here, cost = torch.stack([K[i] for i in seats]).sum(0), torch.stack([u[i] for i in seats]).sum(0)
+            s = s - here @ answer.w - cost
     problem.settle()
 
 
@@ -150,22 +156,20 @@ def _nonlinear(
     measures: Sequence[Measure],
     world: World,
 ) -> Tensor | None:
-    weights: dict[int, Tensor] = {}
     problem.coast()
 
     @torch.no_grad()  # both are called from inside the model's second pass, which may turn gradients on
     @without_autocast()
     def act(k: int, s: Tensor) -> None:
         s = world.total(s)
-        for seats, w in answers.ask(k, s):
-            problem.steer(seats, w)
-            weights.update(dict.fromkeys(seats, w))
+        for seats, answer in answers.ask(k, s):
+            problem.steer(seats, answer)
 
     @torch.no_grad()
     @without_autocast()
     def predict(seat: int) -> Tensor:
         K, u = kernels.taken
-        return -(K[seat] @ weights[seat] + u[seat]) / world.size  # everybody says the same
+        return -(K[seat] @ answers.of(seat).w + u[seat]) / world.size  # everybody says the same
 
     if live:
         change = roll_out(live, problem.stages, act, predict, measures)
@@ -181,17 +185,18 @@ def _nonlinear(
 class Snapshot:
     """Puts parameters and state back as they were if the block raises: a second forward pass may fail in the middle."""
 
-    def __init__(
-        self, players: Sequence[Player], state: MutableMapping[Tensor, dict[str, Any]], but: Container[str] = ()
-    ) -> None:
-        """``but``: state of which it is known that it does not change before all is well."""
-        self.params = [p for player in players for p in player.params]
-        self.state, self.but = state, but
+    def __init__(self, players: Sequence[Player], state: MutableMapping[Tensor, dict[str, Any]]) -> None:
+        self.params, self.state = [p for player in players for p in player.params], state
+        self.values: list[Tensor] | None = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Snapshot:
         self.states = [dict(self.state[p]) for p in self.params]
+        return self
+
+    def take(self, but: Container[str]) -> None:
+        """From here on numbers change; ``but``: state of which it is known that it does not before all is well."""
         tensors = [(own, k, v) for own in self.states for k, v in own.items() if isinstance(v, Tensor)]
-        kept = [(own, k, v) for own, k, v in tensors if k not in self.but]
+        kept = [(own, k, v) for own, k, v in tensors if k not in but]
         copies = copied([*self.params, *(v for _, _, v in kept)])
         self.values = copies[: len(self.params)]
         for (own, key, _), copy in zip(kept, copies[len(self.params) :], strict=True):
@@ -202,7 +207,8 @@ class Snapshot:
     ) -> None:
         if kind is None:
             return
-        torch._foreach_copy_(self.params, self.values)
+        if self.values is not None:
+            torch._foreach_copy_(self.params, self.values)
         for p, before in zip(self.params, self.states, strict=True):
             self.state[p].clear()
             self.state[p].update(before)

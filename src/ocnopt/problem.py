@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ocnopt import multi, shards
+from ocnopt import multi, shards, whole_step
+from ocnopt.actor import Actor, Answer, Scalar
 from ocnopt.bellman import Consistent, Paper, Policy, terminal_precision
-from ocnopt.bucket import Bucket, Scalar
+from ocnopt.bucket import Bucket
 from ocnopt.distributed import World
 from ocnopt.forms import Forms
+from ocnopt.fused import support
+from ocnopt.fused.actor import FusedActor
 from ocnopt.groups import Samples
 from ocnopt.layers.base import compute_dtype
 from ocnopt.linalg import full_precision
@@ -22,7 +25,7 @@ from ocnopt.moment import Moment
 from ocnopt.phases import BELLMAN, GRADIENTS, UPDATE
 from ocnopt.players import Player
 from ocnopt.records import Folded, Record
-from ocnopt.shelves import Shelves
+from ocnopt.shelves import Shelf, Shelves
 from ocnopt.stages import Stages
 
 
@@ -131,11 +134,11 @@ class Kernels:
 
 @dataclass
 class Problem:
-    """The players of one step, in buckets. ``ok`` is 1 on the device, or 0 if this step must leave no trace."""
+    """The players of one step, by how they act. ``ok`` is 1 on the device, or 0 if this step must leave no trace."""
 
     players: list[Player]
     stages: Stages
-    buckets: list[Bucket]
+    actors: list[Actor]
     fractions: Tensor
     ok: Tensor
     fine: Tensor  # the same as a boolean
@@ -150,9 +153,9 @@ class Problem:
         stage_of = self.stages.stage_of
         with full_precision():
             if mode == "consistent":
-                for bucket in self.buckets:
-                    bucket.measure(None)
-                parts = [self._part(bucket, paper=False) for bucket in self.buckets]
+                for actor in self.actors:
+                    actor.measure(None)
+                parts = [self._part(actor, paper=False) for actor in self.actors]
                 kernels = Kernels(parts, stage_of, self.fractions)
                 return Consistent(kernels, precision, stage_of, cooperative), kernels
             return self._solve_backward(Paper(precision, stage_of))
@@ -160,7 +163,8 @@ class Problem:
     def _solve_backward(self, policy: Paper) -> tuple[Paper, Kernels]:
         """Paper mode: the metric of a stage depends on a_{k+1}, i.e. on the metrics of all later stages."""
         parts, stage_of = [], self.stages.stage_of
-        split = [[bucket.select(seats) for bucket in self.buckets] for seats in self.stages.seats]
+        buckets = [actor for actor in self.actors if isinstance(actor, Bucket)]
+        split = [[bucket.select(seats) for bucket in buckets] for seats in self.stages.seats]
         for theirs in reversed(split):
             here = [bucket for bucket in theirs if bucket is not None]
             for bucket in here:
@@ -171,59 +175,56 @@ class Problem:
             policy.add_stage(K, -minus_u)
             parts += mine
         policy.finish()
-        self.buckets = [bucket for stage in split for bucket in stage if bucket is not None]
+        self.actors = [bucket for stage in split for bucket in stage if bucket is not None]
         return policy, Kernels(parts, stage_of, self.fractions)
 
-    def _part(self, bucket: Bucket, paper: bool) -> Part:
-        assert bucket.metric is not None
-        scale, step = (1.0, bucket.lr) if paper else (bucket.lr, 1.0)
-        Gi = bucket.preconditioned = bucket.gradients.preconditioned(bucket.metric)
-        u, share, cost = None, 1.0, bucket.linear_cost()
-        if cost is None:
-            K = bucket.gradients.kernels(Gi)
-        else:
-            vectors, share = cost
-            K, u = bucket.gradients.products(Gi, vectors)
-        free = bucket.decoupled_drift()
-        bucket.shelf.owners.sum_([each for each in (K, u, free) if each is not None])
-        N, gain, seats = bucket.fictitious, bucket.gain, bucket.shelf.parameter_seats
-        return Part(seats, K, u, free, N * gain, share * gain, scale, step, bucket.fraction)
+    @staticmethod
+    def _part(actor: Actor, paper: bool) -> Part:
+        scale, step = (1.0, actor.lr) if paper else (actor.lr, 1.0)
+        K, u, free, share = actor.products()
+        N, gain, seats = actor.fictitious, actor.gain, actor.shelf.parameter_seats
+        return Part(seats, K, u, free, N * gain, share * gain, scale, step, actor.fraction)
 
     # --- acting ---
 
     @UPDATE
-    def act(self, w: Tensor) -> None:
-        """Update all players with weights w."""
-        for bucket in self.buckets:
-            bucket.apply(w.to(bucket.ok))
+    def act(self, answer: Answer) -> None:
+        """Update all players."""
+        for actor in self.actors:
+            actor.apply(answer.on(actor.ok))
 
     @UPDATE
     def coast(self) -> None:
         """Plan what the policy has no say in, before the players act one after another."""
-        for bucket in self.buckets:
-            bucket.coast()
+        for actor in self.actors:
+            actor.coast()
 
     @UPDATE
-    def steer(self, seats: Sequence[int], w: Tensor) -> None:
-        """Update the players of some seats with weights w."""
-        for bucket in self.buckets:
-            bucket.steer(seats, w.to(bucket.ok))
+    def steer(self, seats: Sequence[int], answer: Answer) -> None:
+        """Update the players of some seats."""
+        for actor in self.actors:
+            actor.steer(seats, answer.on(actor.ok))
 
     @UPDATE
     def settle(self) -> None:
         """All players have acted, one after another."""
-        for bucket in self.buckets:
-            bucket.settle()
+        for actor in self.actors:
+            actor.settle()
 
     @UPDATE
     def tick(self) -> None:
         """Advance the clocks: a step that was masked did not happen."""
-        for clock in {id(b.moment.clock): b.moment.clock for b in self.buckets}.values():
+        for clock in {id(a.moment.clock): a.moment.clock for a in self.actors}.values():
             clock += self.ok.to(clock)
 
     @property
     def failed_refreshes(self) -> int:
-        return sum(bucket.failed_refreshes for bucket in self.buckets)
+        return sum(actor.failed_refreshes for actor in self.actors)
+
+    @property
+    def settled_last(self) -> frozenset[str]:
+        """State that does not change before all players have acted, one after another."""
+        return frozenset.intersection(*(actor.settled_last for actor in self.actors))
 
 
 _PLACEMENTS: dict[tuple[Any, ...], Tensor] = {}
@@ -237,6 +238,7 @@ def _placement(places: Sequence[int], count: int, like: Tensor, tails: bool) -> 
             _PLACEMENTS.clear()
         rows = [[float(place == k or (tails and place > k)) for place in places] for k in range(count)]
         _PLACEMENTS[key] = torch.tensor(rows, dtype=like.dtype, device=like.device)
+    whole_step.keep(_PLACEMENTS[key])
     return _PLACEMENTS[key]
 
 
@@ -252,23 +254,24 @@ def pose(
     state: Mapping[Tensor, dict[str, Any]],
     samples: Samples,
     loss: Tensor | None,
-    maximize: bool,
+    group: Mapping[str, Any],
     world: World,
     seen: Set[int],
     known: Shelves,
 ) -> Problem:
-    """Collect gradients, check that they are finite, give every player its form of group gradients and fill the
-    buckets.
+    """Collect gradients, check that they are finite, give every player its form of group gradients and make them act.
 
-    ``world``: the processes that share the batch. ``seen``: ids of players of which any of them has calls. ``known``:
-    the shelves of the last step.
+    ``group``: whose hyper-parameters of the whole game count. ``world``: the processes that share the batch. ``seen``:
+    ids of players of which any of them has calls. ``known``: the shelves of the last step.
     """
+    maximize, rank = group["maximize"], samples.groups.rank
     forms = Forms(records, samples, maximize, folded, world, seen)
     shelves = known.of(players, stages, [forms.kind(player) for player in players], state)
     grads = [shards.parts(p.grad for p in shelf.params if p.grad is not None) for shelf in shelves]
-    squares = [multi.squares(theirs) for theirs in grads]
+    quick = [_fused(shelf, theirs, rank, group) for shelf, theirs in zip(shelves, grads, strict=True)]
+    squares = [multi.squares(g) if q is None else q.squares for g, q in zip(grads, quick, strict=True)]
     # adjoints too: somebody may have repaired p.grad since
-    adjoints = _adjoints(players, records, folded, samples.groups.rank > 1)
+    adjoints = _adjoints(players, records, folded, rank > 1)
     device = players[0].params[0].device
     finite = [multi.moderate(each).to(device) for each in squares]
     if adjoints:
@@ -282,24 +285,42 @@ def pose(
         fine = everybody.minimum(fine)
     forms.ok, ok = fine, fine.to(torch.promote_types(torch.float32, players[0].params[0].dtype))
     fractions = samples.groups.fractions(ok)
-    buckets = []
-    for shelf, theirs, sums in zip(shelves, grads, squares, strict=True):
-        wide, group = compute_dtype(shelf.params[0].dtype), shelf.group
-        curvature = shelf.curvature
-        buckets.append(
+    actors: list[Actor] = []
+    for shelf, theirs, sums, actor in zip(shelves, grads, squares, quick, strict=True):
+        wide = compute_dtype(shelf.params[0].dtype)
+        here = ok.to(shelf.params[0].device, wide)
+        if actor is not None:
+            actor.ok = here
+            actors.append(actor)
+            continue
+        own, curvature = shelf.group, shelf.curvature
+        actors.append(
             Bucket(
                 shelf=shelf,
                 gradients=forms.build(shelf, theirs, sums, fractions),
                 calls={id(p): forms.calls_of(p) for p in shelf.players} if curvature.needs_model else {},
                 tallies={id(p): forms.tallies_of(p) for p in shelf.players} if curvature.takes_tallies else {},
                 seen=seen,
-                moment=Moment(shelf.states[0]["step"], wide, (group["momentum"], group["decay"])),
-                ok=ok.to(shelf.params[0].device, wide),
+                moment=Moment(shelf.states[0]["step"], wide, (own["momentum"], own["decay"])),
+                ok=here,
                 world=world,
             )
         )
     checked = (*known.names, *(name for name, _ in adjoints)) if adjoints else known.names
-    return Problem(players, stages, buckets, fractions, ok, fine, found, checked)
+    return Problem(players, stages, actors, fractions, ok, fine, found, checked)
+
+
+def _fused(shelf: Shelf, grads: list[Tensor], rank: int, group: Mapping[str, Any]) -> FusedActor | None:
+    """One that acts by fused kernels, where that can be had."""
+    if shelf.group["fused"] is False:
+        return None
+    paper = group["bellman"] == "paper" and group["feedback"] != "off"
+    why = support.why_not(shelf, rank, paper)
+    actor = FusedActor.of(shelf, grads, group["maximize"]) if why is None else None
+    if actor is None and shelf.group["fused"]:
+        why = why or "the gradients are not laid out as the parameters are"
+        raise RuntimeError(f"fused=True cannot be had for {shelf.players[0].name!r}: {why}")
+    return actor
 
 
 def _adjoints(

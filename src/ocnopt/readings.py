@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ocnopt.fused import dots
 from ocnopt.layers.base import compute_dtype
 from ocnopt.linalg import without_autocast
 
@@ -70,7 +71,9 @@ class Reading:
         """⟨∂L/∂e, δe⟩, row by row or whole, of the tensor in another pass. Only if the adjoint was kept."""
         assert self.adjoint is not None
         assert self.before is not None
-        return self._product(self.adjoint, now) - self.before
+        if self.by_row:
+            return products(self.adjoint, now) - self.before
+        return product(self.adjoint, now, less=self.before)
 
     @property
     def shape(self) -> torch.Size:
@@ -129,24 +132,32 @@ def arrived(readings: Mapping[K, Reading]) -> dict[K, Reading]:
 
 
 @without_autocast()
-def product(x: Tensor, y: Tensor) -> Tensor:
-    """⟨x, y⟩, one number, in float32 at least."""
-    x, y = _alike(x, y)
-    return torch.dot(x.reshape(-1), y.reshape(-1))
+def product(x: Tensor, y: Tensor, less: Tensor | None = None) -> Tensor:
+    """⟨x, y⟩, one number, in float32 at least; less another."""
+    x, y = (t.reshape(-1) for t in _in_order(x, y))
+    if (fused := dots.dot(x, y, less)) is not None:
+        return fused
+    found = torch.dot(*_wide(x, y))
+    return found if less is None else found - less
 
 
 @without_autocast()
 def products(x: Tensor, y: Tensor) -> Tensor:
     """``[rows]``: ⟨x_i, y_i⟩."""
-    x, y = _alike(x, y)
+    x, y = _wide(*_in_order(x, y))
     width = x.numel() // max(len(x), 1)
     found: Tensor = torch.linalg.vecdot(x.reshape(len(x), width), y.reshape(len(x), width))
     return found
 
 
-def _alike(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """In the dtype of the result, and in the order of memory if they share it: the sum does not mind."""
-    dtype = compute_dtype(torch.promote_types(x.dtype, y.dtype))
+def _in_order(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """In the order of memory if they share it: a sum does not mind."""
     if x.dim() == 4 and all(t.is_contiguous(memory_format=torch.channels_last) for t in (x, y)):
-        x, y = x.permute(0, 2, 3, 1), y.permute(0, 2, 3, 1)
+        return x.permute(0, 2, 3, 1), y.permute(0, 2, 3, 1)
+    return x, y
+
+
+def _wide(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """In the dtype of the result."""
+    dtype = compute_dtype(torch.promote_types(x.dtype, y.dtype))
     return x.to(dtype), y.to(dtype)

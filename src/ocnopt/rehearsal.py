@@ -30,5 +30,6 @@ def rehearse(players: list[Player], group: Mapping[str, Any], state: Mapping[Ten
     """Make the state that a step makes, and leave it as before the first: as after a step that was not finite."""
     bad = torch.tensor(torch.nan)
     stages, samples, world = Stages.in_order(players, None), Samples(), World()
-    problem = pose(players, stages, [], None, state, samples, bad, group["maximize"], world, set(), Shelves())
-    play(problem, {**group, "feedback": "off"}, None, [], samples, [], world)
+    quiet = {**group, "feedback": "off"}
+    problem = pose(players, stages, [], None, state, samples, bad, quiet, world, set(), Shelves())
+    play(problem, quiet, None, [], samples, [], world)

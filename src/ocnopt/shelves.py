@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -16,6 +16,7 @@ from torch import Tensor
 from ocnopt import shards
 from ocnopt.curvature import Curvature
 from ocnopt.distributed import World
+from ocnopt.fused.tables import Layout
 from ocnopt.gradients import GroupGradients
 from ocnopt.players import Player
 from ocnopt.stages import Stages
@@ -36,7 +37,10 @@ class Shelf:
     seats: list[int]  # of each player
     owners: World  # the processes that hold a part of each parameter
     kind: type[GroupGradients]
+    clock_is_new: bool  # has nobody on this shelf taken a step before?
+    layout: Layout | None = None  # for fused kernels, once there are any
     _selected: dict[tuple[int, ...], tuple[Shelf, list[int]] | None] = field(default_factory=dict)
+    _chunks: dict[tuple[int, ...], list[tuple[int, int]]] = field(default_factory=dict)
 
     def select(self, seats: Sequence[int]) -> tuple[Shelf, list[int]] | None:
         """The players of some seats, if any, and which of the parameters are theirs."""
@@ -57,9 +61,20 @@ class Shelf:
             seats=[self.seats[i] for i in chosen],
             params=[self.params[j] for j in index],
             states=[self.states[j] for j in index],
+            layout=None,
             _selected={},
+            _chunks={},
         )
         return few, index
+
+    def chunks(self, seats: Sequence[int]) -> list[tuple[int, int]]:
+        """Of the players of some seats, for fused kernels: the first of each run, and how many."""
+        key = tuple(seats)
+        if key not in self._chunks:
+            selected = self.select(key)
+            assert self.layout is not None
+            self._chunks[key] = [] if selected is None else self.layout.runs(selected[1])
+        return self._chunks[key]
 
     @cached_property
     def parameter_seats(self) -> list[int]:
@@ -82,9 +97,9 @@ class Shelves:
         clocks = [own.get("step") for own in states]
         key, objects = (players, kinds, len(state)), [stages, *states, *clocks]
         if self._key != key or len(objects) != len(self._objects) or not all(map(is_, objects, self._objects)):
-            _start_clocks(players, state)
+            started = _start_clocks(players, state)
             _stop_clocks(players, state)
-            self._shelves = _sorted(players, stages, kinds, state)
+            self._shelves = _sorted(players, stages, kinds, state, started)
             self.names = tuple(p.name for shelf in self._shelves for p in shelf.players for _ in p.params)
             self.everybody = shards.everybody(q for player in players for q in player.params)
             self._key = list(players), list(kinds), len(state)
@@ -92,7 +107,15 @@ class Shelves:
         return self._shelves
 
 
-def _sorted(players: list[Player], stages: Stages, kinds: Sequence[type[GroupGradients]], state: States) -> list[Shelf]:
+def _sorted(
+    players: list[Player],
+    stages: Stages,
+    kinds: Sequence[type[GroupGradients]],
+    state: States,
+    started: Collection[Tensor],
+) -> list[Shelf]:
+    """``started``: clocks that were not there before."""
+    new = {id(clock) for clock in started}
     alike: dict[tuple[Any, ...], list[Player]] = defaultdict(list)
     for player, kind in zip(players, kinds, strict=True):
         first = player.params[0]
@@ -103,16 +126,18 @@ def _sorted(players: list[Player], stages: Stages, kinds: Sequence[type[GroupGra
         params = [q for p in theirs for q in p.params]
         peers = [p for p in players if p.curvature is curvature]
         seats, states = [stages.seat_of[id(p)] for p in theirs], [state[q] for q in params]
-        shelves.append(Shelf(theirs[0].group, curvature, theirs, params, states, peers, seats, owners, kind))
+        is_new = id(states[0]["step"]) in new
+        shelves.append(Shelf(theirs[0].group, curvature, theirs, params, states, peers, seats, owners, kind, is_new))
     return shelves
 
 
-def _start_clocks(players: Sequence[Player], state: States) -> None:
-    """Parameters that start together share one."""
+def _start_clocks(players: Sequence[Player], state: States) -> Collection[Tensor]:
+    """Parameters that start together share one. Returns those that were started."""
     fresh: dict[torch.device, Tensor] = {}
     for p in (q for player in players for q in player.params):
         if not state[p]:
             state[p]["step"] = fresh.setdefault(p.device, torch.zeros((), dtype=torch.float32, device=p.device))
+    return fresh.values()
 
 
 def _stop_clocks(players: Sequence[Player], state: States) -> None:

@@ -1,0 +1,183 @@
+"""Acting by fused kernels. What each quantity is, :mod:`ocnopt.bucket` and :mod:`ocnopt.curvature.adaptive` say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ocnopt.actor import Actor, Answer, Products
+from ocnopt.curvature import Adaptive
+from ocnopt.fused import support
+from ocnopt.fused.tables import Layout, Table
+from ocnopt.moment import Moment
+from ocnopt.shards import parts
+from ocnopt.shelves import Shelf
+
+
+@dataclass
+class FusedActor(Actor):
+    """State goes on when all have acted; where γθ is a part of the linear cost, when each does, since it is θ before
+    the step that counts.
+    """
+
+    grads: list[Tensor]
+    layout: Layout
+    sign: int  # −1 where the loss is maximised
+    ok: Tensor = field(init=False)
+    table: Table = field(init=False)
+    rows: Tensor = field(init=False)  # [parameters, 4]: g^T C^{-1} g, g^T C^{-1} ℓ, g^T γθ, g^T g
+    taken: Tensor = field(init=False)  # [parameters]: the weights that they have acted with
+
+    @classmethod
+    def of(cls, shelf: Shelf, grads: list[Tensor], maximize: bool) -> FusedActor | None:
+        """One that has looked at the gradients; or ``None``, where that cannot be done for once."""
+        if _starts_late(shelf) or len({g.dtype for g in grads}) > 1:
+            return None
+        if shelf.layout is None:
+            numbers, device = [p.numel() for p in parts(shelf.params)], grads[0].device
+            shelf.layout = Layout(numbers, support.kernels().CHUNK, device)
+        moment = Moment(shelf.states[0]["step"], torch.float32, (shelf.group["momentum"], shelf.group["decay"]))
+        actor = cls(shelf, moment, grads, shelf.layout, -1 if maximize else 1)
+        return actor if actor._look() else None
+
+    def _look(self) -> bool:
+        """Form the products of the recursion."""
+        layout, kernels = self.layout, support.kernels()
+        momentum = self.zeros_like_parameters("momentum") if self.group["momentum"] else None
+        moments = self.zeros_like_parameters("second_moment") if self._adaptive else None
+        self.table = layout.table(self.grads, parts(self.params), momentum, moments)
+        if not self.table.alike:
+            return False
+        partials = self.grads[0].new_empty((4, layout.total), dtype=torch.float32)
+        self.rows = partials.new_empty((layout.width, 4))
+        constants = self._constants
+        try:
+            kernels.look[layout.total,](
+                self.table.addresses,
+                layout.chunks,
+                layout.decays(self.decays),
+                self.moment.clock,
+                partials,
+                layout.width,
+                layout.total,
+                self.momentum_cost,
+                *self._of_curvature,
+                **constants,
+            )
+        except Exception as error:  # whatever is missing, a step can be made without
+            support.breaks(error)
+            return False
+        kernels.add_up[layout.width, 4](partials, layout.firsts, self.rows, layout.total, BLOCK=kernels.BLOCK)
+        return True
+
+    @property
+    def squares(self) -> Tensor:
+        """``[parameters]``: g^T g."""
+        return self.rows[:, 3]
+
+    @property
+    def settled_last(self) -> frozenset[str]:
+        return frozenset({"step"} if self.has_decay else {"step", "momentum", "second_moment"})
+
+    # --- the backward pass of dynamic programming ---
+
+    def measure(self, a: Tensor | None) -> None:
+        assert a is None, "statistics that are weighted are none of these kernels' business"
+
+    def products(self) -> Products:
+        rows = torch.where(self.ok != 0, self.rows, 0)
+        self.shelf.owners.sum_([rows])
+        K, u, free, _ = rows[:, :, None].unbind(1)
+        costly = self.group["momentum"] or self.has_decay
+        return Products(K[:, :, None], u if costly else None, free if self.has_decoupled_decay else None)
+
+    # --- acting ---
+
+    def apply(self, answer: Answer) -> None:
+        self.taken = torch.empty_like(self.rows[:, 0])
+        self._act(answer, 0, self.layout.total, move=True, carry=True)
+
+    def coast(self) -> None:
+        self.taken = torch.zeros_like(self.rows[:, 0])
+
+    def steer(self, seats: Sequence[int], answer: Answer) -> None:
+        for first, count in self.shelf.chunks(seats):
+            self._act(answer, first, count, move=True, carry=self.has_decay)
+
+    def settle(self) -> None:
+        if not self.has_decay and (self.group["momentum"] or self._adaptive):
+            self._act(None, 0, self.layout.total, move=False, carry=True)
+
+    def _act(self, answer: Answer | None, first: int, count: int, *, move: bool, carry: bool) -> None:
+        """``answer``: ``None`` if they have acted before, and are to do it again in all that follows from it."""
+        layout, lr, mu = self.layout, self.lr, self.group["momentum"]
+        if isinstance(lr, Tensor) and not lr.is_cuda and self.ok.is_cuda:
+            lr = float(lr)  # it is at hand
+        support.kernels().act[count,](
+            self.table.addresses,
+            layout.chunks,
+            layout.decays(self.decays),
+            self.moment.clock,
+            self.ok,
+            self.taken if answer is None else answer.asked,
+            self.taken,
+            lr,
+            layout.width,
+            first,
+            mu,
+            math.log(mu) if mu else 0.0,
+            self.intake,
+            float(self.fictitious),
+            *self._of_curvature,
+            **self._constants,
+            AVERAGED=self.group["ema"] and self.group["bias_correction"],
+            AHEAD=self.looks_ahead,
+            CLAMP=answer is not None and answer.clamp,
+            RATE_ON_DEVICE=isinstance(lr, Tensor),
+            MOVE=move,
+            CARRY=carry,
+            AGAIN=answer is None,
+        )
+
+    @cached_property
+    def _adaptive(self) -> bool:
+        return isinstance(self.shelf.curvature, Adaptive)
+
+    @cached_property
+    def _of_curvature(self) -> tuple[float, float, float, float]:
+        """ρ, its logarithm, ε, and the share that one of N players has of the decay."""
+        keep, eps = self.group["decay"], self.group["eps"]
+        return keep, math.log(keep) if keep else 0.0, eps, 1 / self.fictitious
+
+    @cached_property
+    def _constants(self) -> dict[str, Any]:
+        """What kernels are built for."""
+        kernels = support.kernels()
+        return {
+            "GRAD": kernels.KINDS[self.grads[0].dtype],
+            "PARAM": kernels.KINDS[self.params[0].dtype],
+            "SIGN": self.sign,
+            "ADAPTIVE": self._adaptive,
+            "CORRECTED": bool(self.group["bias_correction"] and self.group["decay"]),
+            "MOMENTUM": bool(self.group["momentum"]),
+            "DECAY": self.has_decay,
+            "DECOUPLED": self.has_decoupled_decay,
+            "ALIGNED": self.table.aligned,
+            "CHUNK": kernels.CHUNK,
+            "BLOCK": kernels.BLOCK,
+        }
+
+
+def _starts_late(shelf: Shelf) -> bool:
+    """Is a second moment missing though its clock has been running, after a change of curvature? Then it is right at
+    once, which these kernels know nothing of.
+    """
+    if shelf.clock_is_new or not isinstance(shelf.curvature, Adaptive):
+        return False
+    return any("second_moment" not in state for state in shelf.states)

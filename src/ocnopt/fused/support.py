@@ -1,0 +1,68 @@
+"""Where the fused kernels can be had."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+
+from ocnopt.curvature import BY_NAME
+from ocnopt.gradients import Shared
+from ocnopt.shelves import Shelf
+
+#: of numbers that the kernels read
+KINDS = (torch.float32, torch.bfloat16, torch.float16)
+
+#: why kernels that were tried do not run here
+_broken: str | None = None
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    if find_spec("triton") is None:
+        return None
+    from ocnopt.fused import kernels
+
+    return kernels
+
+
+def kernels() -> ModuleType:
+    """The module that needs Triton. Only if :func:`why_not` has nothing to say."""
+    found = _kernels()
+    assert found is not None
+    return found
+
+
+def why_not_on(device: torch.device) -> str | None:
+    """Why no kernel of ours runs on a device."""
+    if device.type not in ("cuda", "cpu"):
+        return f"the kernels are written for CUDA, not for {device.type!r}"
+    found = _kernels()
+    if found is None:
+        return "Triton is not installed"
+    if (device.type == "cpu") != found.INTERPRETED:
+        return "the parameters are on the CPU" if device.type == "cpu" else "Triton's interpreter is on"
+    return _broken
+
+
+def why_not(shelf: Shelf, rank: int, paper: bool) -> str | None:
+    """Why the players of a shelf do not act by fused kernels."""
+    if shelf.kind is not Shared or rank > 1:
+        return "rank must be 1"
+    if paper:
+        return "bellman must be 'consistent'"
+    if shelf.curvature is not BY_NAME["identity"] and shelf.curvature is not BY_NAME["adaptive"]:
+        return "curvature must be 'identity' or 'adaptive'"
+    if shelf.params[0].dtype not in KINDS:
+        return f"parameters of {shelf.params[0].dtype} are not supported"
+    return why_not_on(shelf.params[0].device)
+
+
+def breaks(error: Exception) -> None:
+    """A kernel could not be built, for want of a compiler, say: from now on steps are made without."""
+    global _broken
+    _broken = f"Triton failed ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+    warnings.warn(f"steps are made without fused kernels, and slower: {_broken}", stacklevel=2)
