@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ocnopt.moment import Moment
 from ocnopt.players import Player
-from ocnopt.shards import parts
 from ocnopt.shelves import Shelf
 
 Scalar = float | Tensor
@@ -32,21 +31,33 @@ class Products(NamedTuple):
     share: float = 1.0
 
 
+@dataclass
 class Answer:
-    """What the policy asks for, and what is taken of it."""
+    """What the policy asks for, w of ``[r]``, and what is taken of it.
 
-    def __init__(self, asked: Tensor, clamp: bool) -> None:
-        """``asked``: w, ``[r]``. ``clamp``: keep it in [0, 1]."""
-        self.asked, self.clamp = asked, clamp
+    With one group of samples w is a line in s, which a kernel can work out by itself.
+    """
+
+    start: Tensor
+    clamp: bool  # keep it in [0, 1]
+    slope: Tensor | None = None
+    s: Tensor | None = None
+
+    def worked_out(self) -> Tensor:
+        """w = start + slope · s, before it is clamped."""
+        if self.slope is None or self.s is None:
+            return self.start
+        return torch.addcmul(self.start, self.slope, self.s)
 
     @cached_property
     def w(self) -> Tensor:
-        return bounded(self.asked, self.clamp)
+        return bounded(self.worked_out(), self.clamp)
 
     def on(self, like: Tensor) -> Answer:
         """For players that are somewhere else."""
-        asked = self.asked.to(like)
-        return self if asked is self.asked else Answer(asked, self.clamp)
+        if self.start.device == like.device and self.start.dtype == like.dtype:
+            return self
+        return Answer(self.worked_out().to(like), self.clamp)
 
 
 def bounded(w: Tensor, clamp: bool) -> Tensor:
@@ -109,7 +120,7 @@ class Actor(ABC):
             for state, p in zip(self.states, self.params, strict=True):
                 if key not in state:
                     state[key] = torch.zeros_like(p, dtype=self.moment.dtype, memory_format=torch.preserve_format)
-        return parts(state[key] for state in self.states)
+        return self.shelf.parts([state[key] for state in self.states])
 
     # --- the backward pass of dynamic programming ---
 

@@ -101,9 +101,16 @@ class Consistent(Policy):
 
     @cached_property
     def _lines(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """b / J and 1 / J of each, where both are numbers: w is a line in s."""
         J, b = self._of_seats
         return (b / J[:, 0]).unbind(), J[:, 0].reciprocal().unbind()
+
+    def line(self, seat: int) -> tuple[Tensor, Tensor]:
+        """b / J and 1 / J of a seat, where both are numbers: w is a line in s."""
+        n, (starts, slopes) = self._place(seat), self._lines
+        return starts[n], slopes[n]
+
+    def _place(self, seat: int) -> int:
+        return self.stage_of[seat] if self.cooperative else seat
 
     @cached_property
     def _factors(self) -> Tensor:
@@ -116,10 +123,7 @@ class Consistent(Policy):
         return torch.zeros_like(self.kernels.K[:, 0, 0])
 
     def weights(self, seat: int, s: Tensor) -> Tensor:
-        n = self.stage_of[seat] if self.cooperative else seat
-        if len(s) == 1:
-            start, slope = self._lines
-            return torch.addcmul(start[n], slope[n], s)
+        n = self._place(seat)
         return torch.cholesky_solve((self._of_seats[1][n] + s)[:, None], self._factors[n])[:, 0]
 
     def whole_network(self) -> Tensor:

@@ -15,9 +15,9 @@ from ocnopt.distributed import World
 from ocnopt.gradients import GroupGradients
 from ocnopt.groups import Part
 from ocnopt.layers.base import Call
+from ocnopt.linalg import full_precision
 from ocnopt.multi import copied
 from ocnopt.phases import CURVATURE
-from ocnopt.shards import parts
 
 
 @dataclass
@@ -36,8 +36,10 @@ class Bucket(Actor):
 
     @CURVATURE
     def measure(self, a: Tensor | None) -> None:
-        self.metric = self.shelf.curvature.measure(self, a)
+        with full_precision():
+            self.metric = self.shelf.curvature.measure(self, a)
 
+    @full_precision()
     def products(self) -> Products:
         assert self.metric is not None
         Gi = self.preconditioned = self.gradients.preconditioned(self.metric)
@@ -66,7 +68,7 @@ class Bucket(Actor):
 
     def _decayed(self) -> list[Tensor]:
         """γθ."""
-        return list(torch._foreach_mul([p.to(self.ok.dtype) for p in parts(self.params)], self.decays))
+        return list(torch._foreach_mul([p.to(self.ok.dtype) for p in self.shelf.parts(self.params)], self.decays))
 
     def linear_cost(self) -> tuple[list[Tensor], float] | None:
         """ℓ = γθ + (what is left of the momentum): vectors and what they are to be multiplied by, or ``None`` if there
@@ -101,7 +103,7 @@ class Bucket(Actor):
             if m is not None:
                 torch._foreach_add_(direction, m, alpha=self.group["momentum"])
             change = self._planned(direction, own=True)
-        torch._foreach_sub_(parts(self.params), change)
+        torch._foreach_sub_(self.shelf.parts(self.params), change)
 
     def coast(self) -> None:
         """The part of :meth:`apply` that the policy has no say in, momentum and decay: for all layers at once, before
@@ -124,7 +126,7 @@ class Bucket(Actor):
         if self._few_digits:
             self.pending = change
         else:
-            torch._foreach_sub_(parts(self.params), change)
+            torch._foreach_sub_(self.shelf.parts(self.params), change)
 
     def steer(self, seats: Sequence[int], answer: Answer) -> None:
         """The part that it has."""
@@ -134,7 +136,7 @@ class Bucket(Actor):
         assert self.preconditioned is not None
         assert self.stride is not None
         few, index = selected
-        mu, theirs, w = self.group["momentum"], parts(few.params), answer.w
+        mu, theirs, w = self.group["momentum"], few.parts(few.params), answer.w
         taken = self.fictitious * (self.intake if mu and not self.looks_ahead else 1 + mu)
         gradients, weights = self.preconditioned.select(index), w * self.stride
         if self.pending is None:
@@ -174,7 +176,7 @@ class Bucket(Actor):
         rate = self.ok * self.lr
         self.stride = rate / self._momentum_correction
         if direction is None:
-            change = [torch.zeros_like(p, dtype=self.ok.dtype) for p in parts(self.params)]
+            change = [torch.zeros_like(p, dtype=self.ok.dtype) for p in self.shelf.parts(self.params)]
         else:
             change = self.metric.solve(direction)
             if self.metric.is_new or (own and self.metric.is_identity):

@@ -21,6 +21,9 @@ def symmetrise(matrix: Tensor) -> Tensor:
 @contextmanager
 def without_autocast() -> Iterator[None]:
     """The user's loop or the model may be under autocast; the optimizer's own sums and products are not."""
+    if not torch._C._is_any_autocast_enabled():
+        yield
+        return
     with ExitStack() as stack:
         for device in ("cpu", "cuda", "mps", "xpu"):
             if torch.is_autocast_enabled(device):

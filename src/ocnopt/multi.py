@@ -96,11 +96,15 @@ def finite(tensors: Sequence[Tensor]) -> Tensor:
 
 def sums_finite(tensors: Sequence[Tensor]) -> Tensor:
     """``[n]`` booleans on the device of the first: is the sum of each finite? The cheapest look at large tensors."""
-    return _all_fine(tensors, lambda alike: torch.isfinite(_quick_sums(alike)))
+    return _all_fine(
+        tensors, lambda alike: (sums := _quick_sums(alike)).sub(sums) == 0
+    )  # in fewer launches than isfinite
 
 
 def _quick_sums(tensors: list[Tensor]) -> Tensor:
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    if all(t.dim() == 0 for t in tensors):
+        return torch.stack(tensors).to(wide)
     if tensors[0].is_cuda:  # of the absolute values, but for all of them at once
         return torch.stack(torch._foreach_norm(tensors, 1, dtype=wide))
     return torch.stack([t.sum(dtype=wide) for t in tensors])

@@ -7,9 +7,13 @@ through it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ContextDecorator, contextmanager
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import ParamSpec, Protocol, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Listener(Protocol):
@@ -23,9 +27,19 @@ class Listener(Protocol):
 _listener: Listener | None = None
 
 
-class Phase(ContextDecorator):
+class Phase:
     def __init__(self, name: str) -> None:
         self.name = name
+
+    def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def told_of(*args: P.args, **kwargs: P.kwargs) -> T:
+            if _listener is None:
+                return function(*args, **kwargs)
+            with self:
+                return function(*args, **kwargs)
+
+        return told_of
 
     def __enter__(self) -> None:
         if _listener is not None:

@@ -85,10 +85,16 @@ class Answers:
         seats = self.stages.seats[k]
         found = []
         for theirs in [seats] if self._one_answer else [[seat] for seat in seats]:
-            answer = Answer(self.policy.weights(theirs[0], s), self.clamp)
+            answer = self._answer(theirs[0], s)
             self._kept |= dict.fromkeys(theirs, (answer, s))
             found.append((theirs, answer))
         return found
+
+    def _answer(self, seat: int, s: Tensor) -> Answer:
+        if isinstance(self.policy, Consistent) and len(s) == 1:
+            start, slope = self.policy.line(seat)
+            return Answer(start, self.clamp, slope, s)
+        return Answer(self.policy.weights(seat, s), self.clamp)
 
     def of(self, seat: int) -> Answer:
         """One that was given."""
@@ -111,8 +117,8 @@ class Answers:
     @property
     def asked(self) -> Tensor:
         if self._all is not None:
-            return self._all.asked.expand(len(self.stages.stage_of), -1)
-        return self._column([answer.asked for answer, _ in self._kept.values()])
+            return self._all.start.expand(len(self.stages.stage_of), -1)
+        return self._column([answer.worked_out() for answer, _ in self._kept.values()])
 
     @property
     def w(self) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ocnopt import multi, shards, whole_step
+from ocnopt import multi, whole_step
 from ocnopt.actor import Actor, Answer, Scalar
 from ocnopt.bellman import Consistent, Paper, Policy, terminal_precision
 from ocnopt.bucket import Bucket
@@ -151,13 +151,13 @@ class Problem:
     def solve(self, mode: str, gauss_newton: float, cooperative: bool) -> tuple[Policy, Kernels]:
         precision = terminal_precision(self.fractions, gauss_newton)
         stage_of = self.stages.stage_of
+        if mode == "consistent":
+            for actor in self.actors:
+                actor.measure(None)
+            parts = [self._part(actor, paper=False) for actor in self.actors]
+            kernels = Kernels(parts, stage_of, self.fractions)
+            return Consistent(kernels, precision, stage_of, cooperative), kernels
         with full_precision():
-            if mode == "consistent":
-                for actor in self.actors:
-                    actor.measure(None)
-                parts = [self._part(actor, paper=False) for actor in self.actors]
-                kernels = Kernels(parts, stage_of, self.fractions)
-                return Consistent(kernels, precision, stage_of, cooperative), kernels
             return self._solve_backward(Paper(precision, stage_of))
 
     def _solve_backward(self, policy: Paper) -> tuple[Paper, Kernels]:
@@ -267,7 +267,7 @@ def pose(
     maximize, rank = group["maximize"], samples.groups.rank
     forms = Forms(records, samples, maximize, folded, world, seen)
     shelves = known.of(players, stages, [forms.kind(player) for player in players], state)
-    grads = [shards.parts(p.grad for p in shelf.params if p.grad is not None) for shelf in shelves]
+    grads = [shelf.parts([p.grad for p in shelf.params if p.grad is not None]) for shelf in shelves]
     quick = [_fused(shelf, theirs, rank, group) for shelf, theirs in zip(shelves, grads, strict=True)]
     squares = [multi.squares(g) if q is None else q.squares for g, q in zip(grads, quick, strict=True)]
     # adjoints too: somebody may have repaired p.grad since
@@ -290,7 +290,7 @@ def pose(
         wide = compute_dtype(shelf.params[0].dtype)
         here = ok.to(shelf.params[0].device, wide)
         if actor is not None:
-            actor.ok = here
+            actor.ok, actor.fine = here, fine.to(here.device)
             actors.append(actor)
             continue
         own, curvature = shelf.group, shelf.curvature

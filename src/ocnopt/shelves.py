@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -66,6 +66,14 @@ class Shelf:
             _chunks={},
         )
         return few, index
+
+    @cached_property
+    def _in_parts(self) -> bool:
+        return any(map(shards.is_sharded, self.params))
+
+    def parts(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Of parameters, gradients or state: what this process holds."""
+        return shards.parts(tensors) if self._in_parts else list(tensors)
 
     def chunks(self, seats: Sequence[int]) -> list[tuple[int, int]]:
         """Of the players of some seats, for fused kernels: the first of each run, and how many."""

@@ -34,7 +34,7 @@ def underway() -> bool:
 
 def capturing() -> bool:
     """Is anything being captured, a whole step or less?"""
-    return _underway is not None or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return _underway is not None or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def keep(*things: Any) -> None:

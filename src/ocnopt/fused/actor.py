@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ocnopt.actor import Actor, Answer, Products
+from ocnopt.actor import Actor, Answer, Products, Scalar
 from ocnopt.curvature import Adaptive
 from ocnopt.fused import support
 from ocnopt.fused.tables import Layout, Table
 from ocnopt.moment import Moment
-from ocnopt.shards import parts
 from ocnopt.shelves import Shelf
 
 
@@ -30,8 +29,10 @@ class FusedActor(Actor):
     layout: Layout
     sign: int  # −1 where the loss is maximised
     ok: Tensor = field(init=False)
+    fine: Tensor = field(init=False)  # the same as a boolean
     table: Table = field(init=False)
     rows: Tensor = field(init=False)  # [parameters, 4]: g^T C^{-1} g, g^T C^{-1} ℓ, g^T γθ, g^T g
+    correction: Tensor = field(init=False)  # 1 − μ^t
     taken: Tensor = field(init=False)  # [parameters]: the weights that they have acted with
 
     @classmethod
@@ -40,8 +41,7 @@ class FusedActor(Actor):
         if _starts_late(shelf) or len({g.dtype for g in grads}) > 1:
             return None
         if shelf.layout is None:
-            numbers, device = [p.numel() for p in parts(shelf.params)], grads[0].device
-            shelf.layout = Layout(numbers, support.kernels().CHUNK, device)
+            shelf.layout = Layout(shelf.parts(shelf.params), support.kernels().CHUNK)
         moment = Moment(shelf.states[0]["step"], torch.float32, (shelf.group["momentum"], shelf.group["decay"]))
         actor = cls(shelf, moment, grads, shelf.layout, -1 if maximize else 1)
         return actor if actor._look() else None
@@ -51,30 +51,37 @@ class FusedActor(Actor):
         layout, kernels = self.layout, support.kernels()
         momentum = self.zeros_like_parameters("momentum") if self.group["momentum"] else None
         moments = self.zeros_like_parameters("second_moment") if self._adaptive else None
-        self.table = layout.table(self.grads, parts(self.params), momentum, moments)
-        if not self.table.alike:
+        table = layout.table(self.grads, self.shelf.parts(self.params), momentum, moments)
+        if table is None:
             return False
-        partials = self.grads[0].new_empty((4, layout.total), dtype=torch.float32)
-        self.rows = partials.new_empty((layout.width, 4))
-        constants = self._constants
+        self.table = table
+        partials = self.grads[0].new_empty(4 * layout.total + 4 * layout.width + 1, dtype=torch.float32)
+        self.rows = partials[-4 * layout.width - 1 : -1].view(-1, 4)
+        self.correction = partials[-1]
         try:
             kernels.look[layout.total,](
-                self.table.addresses,
+                table.grads,
+                table.others,
                 layout.chunks,
                 layout.decays(self.decays),
                 self.moment.clock,
                 partials,
+                self.correction,
                 layout.width,
                 layout.total,
                 self.momentum_cost,
-                *self._of_curvature,
-                **constants,
+                *self._of_averages,
+                **self._constants,
             )
         except Exception as error:  # whatever is missing, a step can be made without
             support.breaks(error)
             return False
-        kernels.add_up[layout.width, 4](partials, layout.firsts, self.rows, layout.total, BLOCK=kernels.BLOCK)
+        kernels.add_up[layout.width,](partials, layout.firsts, self.rows, layout.total, BLOCK=256)
         return True
+
+    @property
+    def _momentum_correction(self) -> Scalar:
+        return self.correction if self._averaged and self.group["momentum"] else 1.0
 
     @property
     def squares(self) -> Tensor:
@@ -91,7 +98,7 @@ class FusedActor(Actor):
         assert a is None, "statistics that are weighted are none of these kernels' business"
 
     def products(self) -> Products:
-        rows = torch.where(self.ok != 0, self.rows, 0)
+        rows = torch.where(self.fine, self.rows, 0)
         self.shelf.owners.sum_([rows])
         K, u, free, _ = rows[:, :, None].unbind(1)
         costly = self.group["momentum"] or self.has_decay
@@ -116,28 +123,28 @@ class FusedActor(Actor):
 
     def _act(self, answer: Answer | None, first: int, count: int, *, move: bool, carry: bool) -> None:
         """``answer``: ``None`` if they have acted before, and are to do it again in all that follows from it."""
-        layout, lr, mu = self.layout, self.lr, self.group["momentum"]
+        layout, lr, mu = self.layout, self.lr, float(self.group["momentum"])
         if isinstance(lr, Tensor) and not lr.is_cuda and self.ok.is_cuda:
             lr = float(lr)  # it is at hand
         support.kernels().act[count,](
-            self.table.addresses,
+            self.table.grads,
+            self.table.others,
             layout.chunks,
             layout.decays(self.decays),
             self.moment.clock,
             self.ok,
-            self.taken if answer is None else answer.asked,
+            *self._line(answer),
             self.taken,
             lr,
             layout.width,
             first,
             mu,
-            math.log(mu) if mu else 0.0,
             self.intake,
             float(self.fictitious),
-            *self._of_curvature,
+            *self._of_averages,
             **self._constants,
-            AVERAGED=self.group["ema"] and self.group["bias_correction"],
             AHEAD=self.looks_ahead,
+            LINE=answer is not None and answer.slope is not None,
             CLAMP=answer is not None and answer.clamp,
             RATE_ON_DEVICE=isinstance(lr, Tensor),
             MOVE=move,
@@ -145,15 +152,30 @@ class FusedActor(Actor):
             AGAIN=answer is None,
         )
 
+    def _line(self, answer: Answer | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Start, slope and s of w, or anything."""
+        if answer is None:
+            return self.taken, self.taken, self.taken
+        return (
+            answer.start,
+            answer.start if answer.slope is None else answer.slope,
+            answer.start if answer.s is None else answer.s,
+        )
+
     @cached_property
     def _adaptive(self) -> bool:
         return isinstance(self.shelf.curvature, Adaptive)
 
+    @property
+    def _averaged(self) -> bool:
+        """Is the momentum an average, and corrected as such?"""
+        return bool(self.group["ema"] and self.group["bias_correction"])
+
     @cached_property
-    def _of_curvature(self) -> tuple[float, float, float, float]:
-        """ρ, its logarithm, ε, and the share that one of N players has of the decay."""
-        keep, eps = self.group["decay"], self.group["eps"]
-        return keep, math.log(keep) if keep else 0.0, eps, 1 / self.fictitious
+    def _of_averages(self) -> tuple[float, float, float, float, float]:
+        """log μ; ρ, its logarithm, ε, and the share that one of N players has of the decay."""
+        mu, keep, eps = self.group["momentum"], self.group["decay"], self.group["eps"]
+        return _log(mu), float(keep), _log(keep), float(eps), 1 / self.fictitious
 
     @cached_property
     def _constants(self) -> dict[str, Any]:
@@ -166,12 +188,17 @@ class FusedActor(Actor):
             "ADAPTIVE": self._adaptive,
             "CORRECTED": bool(self.group["bias_correction"] and self.group["decay"]),
             "MOMENTUM": bool(self.group["momentum"]),
+            "AVERAGED": self._averaged,
             "DECAY": self.has_decay,
             "DECOUPLED": self.has_decoupled_decay,
             "ALIGNED": self.table.aligned,
             "CHUNK": kernels.CHUNK,
             "BLOCK": kernels.BLOCK,
         }
+
+
+def _log(rate: float) -> float:
+    return math.log(rate) if rate else 0.0
 
 
 def _starts_late(shelf: Shelf) -> bool:

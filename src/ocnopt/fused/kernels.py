@@ -28,8 +28,8 @@ def _located(chunks, i, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _pointer(table, row, n, which, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    pointer = tl.load(table + row * n + which).to(tl.pointer_type(KIND))
+def _pointer(addresses, which, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = tl.load(addresses + which).to(tl.pointer_type(KIND))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
     return pointer
@@ -50,14 +50,17 @@ def _diagonal(v, weight, eps):
 
 @triton.jit(do_not_specialize=["n", "total"])
 def look(
-    table,
+    grads,
+    others,
     chunks,
     decays,
     clock,
     partials,
+    correction,
     n,
     total,
     cost,
+    log_mu,
     keep,
     log_keep,
     eps,
@@ -68,6 +71,7 @@ def look(
     ADAPTIVE: tl.constexpr,
     CORRECTED: tl.constexpr,
     MOMENTUM: tl.constexpr,
+    AVERAGED: tl.constexpr,
     DECAY: tl.constexpr,
     DECOUPLED: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -75,14 +79,16 @@ def look(
     BLOCK: tl.constexpr,
 ):
     """``partials: [4, chunks]``: g^T C^{-1} g, g^T C^{-1} ℓ, g^T γθ and g^T g of each chunk, with C as it is going to
-    be in this step.
+    be in this step. ``correction``: 1 − μ^t, where momentum is an average.
     """
     i = tl.program_id(0)
+    if MOMENTUM and AVERAGED:
+        tl.store(correction, _weight_of_average(clock, log_mu), mask=i == 0)
     which, start, end = _located(chunks, i, CHUNK)
-    g_at = _pointer(table, 0, n, which, GRAD, ALIGNED)
-    theta_at = _pointer(table, 1, n, which, PARAM, ALIGNED)
-    m_at = _pointer(table, 2, n, which, tl.float32, ALIGNED)
-    v_at = _pointer(table, 3, n, which, tl.float32, ALIGNED)
+    g_at = _pointer(grads, which, GRAD, ALIGNED)
+    theta_at = _pointer(others, which, PARAM, ALIGNED)
+    m_at = _pointer(others + n, which, tl.float32, ALIGNED)
+    v_at = _pointer(others + 2 * n, which, tl.float32, ALIGNED)
     weight = 1.0
     if ADAPTIVE and CORRECTED:
         weight = _weight_of_average(clock, log_keep)
@@ -125,31 +131,35 @@ def look(
 @triton.jit(do_not_specialize=["total"])
 def add_up(partials, firsts, rows, total, BLOCK: tl.constexpr):
     """``rows: [parameters, 4]``, the sums of each parameter's chunks."""
-    which, column = tl.program_id(0), tl.program_id(1)
+    which = tl.program_id(0)
     start, end = tl.load(firsts + which), tl.load(firsts + which + 1)
-    sums = tl.zeros([BLOCK], tl.float32)
+    column = tl.arange(0, 4)
+    sums = tl.zeros([4, BLOCK], tl.float32)
     for j in range(start, end, BLOCK):
         at = j + tl.arange(0, BLOCK)
-        sums += tl.load(partials + column * total + at, mask=at < end, other=0.0)
-    tl.store(rows + 4 * which + column, tl.sum(sums))
+        sums += tl.load(partials + column[:, None] * total + at[None, :], mask=at[None, :] < end, other=0.0)
+    tl.store(rows + 4 * which + column, tl.sum(sums, 1))
 
 
 @triton.jit(do_not_specialize=["n", "first"])
 def act(
-    table,
+    grads,
+    others,
     chunks,
     decays,
     clock,
     ok,
-    asked,
+    start_of_w,
+    slope_of_w,
+    s,
     taken,
     lr,
     n,
     first,
     mu,
-    log_mu,
     intake,
     players,
+    log_mu,
     keep,
     log_keep,
     eps,
@@ -164,6 +174,7 @@ def act(
     AHEAD: tl.constexpr,
     DECAY: tl.constexpr,
     DECOUPLED: tl.constexpr,
+    LINE: tl.constexpr,
     CLAMP: tl.constexpr,
     RATE_ON_DEVICE: tl.constexpr,
     MOVE: tl.constexpr,
@@ -175,7 +186,8 @@ def act(
 ):
     """θ ← θ − φ M^{-1} (N g w + ℓ) if ``MOVE``; momentum and second moments go on if ``CARRY``.
 
-    w is what the policy asked for, within bounds. It is noted in ``taken``, from where ``AGAIN`` has it.
+    w is what the policy asks for, a number or a line in s, within bounds. It is noted in ``taken``, where ``AGAIN``
+    finds it.
     """
     i = first + tl.program_id(0)
     which, start, end = _located(chunks, i, CHUNK)
@@ -183,15 +195,17 @@ def act(
     if AGAIN:
         w = tl.load(taken + which)
     else:
-        w = tl.load(asked)
+        w = tl.load(start_of_w)
+        if LINE:
+            w += tl.load(slope_of_w) * tl.load(s)
         w = tl.where(tl.abs(w) < float("inf"), w, 0.0)  # a kernel beyond all numbers: do not move
         if CLAMP:
             w = tl.minimum(tl.maximum(w, 0.0), 1.0)
         tl.store(taken + which, w, mask=start == 0)
-    g_at = _pointer(table, 0, n, which, GRAD, ALIGNED)
-    theta_at = _pointer(table, 1, n, which, PARAM, ALIGNED)
-    m_at = _pointer(table, 2, n, which, tl.float32, ALIGNED)
-    v_at = _pointer(table, 3, n, which, tl.float32, ALIGNED)
+    g_at = _pointer(grads, which, GRAD, ALIGNED)
+    theta_at = _pointer(others, which, PARAM, ALIGNED)
+    m_at = _pointer(others + n, which, tl.float32, ALIGNED)
+    v_at = _pointer(others + 2 * n, which, tl.float32, ALIGNED)
     rate = tl.load(lr).to(tl.float32) if RATE_ON_DEVICE else lr
     stride = rate
     if MOMENTUM and AVERAGED:

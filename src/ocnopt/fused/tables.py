@@ -11,34 +11,29 @@ from torch import Tensor
 
 from ocnopt import whole_step
 
-#: gradients come back to the same places, but for a few
-_REMEMBERED = 32
-
-Columns = Sequence[Sequence[Tensor] | None]
-
 
 class Table(NamedTuple):
-    addresses: Tensor  # [columns, parameters]
-    alike: bool  # are the numbers of each parameter in the same order in all columns?
+    """Addresses, for kernels."""
+
+    grads: Tensor  # [parameters]; they are somewhere else at each step
+    others: Tensor  # [columns, parameters]
     aligned: bool  # do all begin at multiples of 16 bytes, so that four numbers can be fetched at a time?
 
 
 class Layout:
     """A list of parameters, in chunks."""
 
-    def __init__(self, numbers: Sequence[int], chunk: int, device: torch.device) -> None:
-        """``numbers``: how many each parameter has."""
-        self.device, self.width = device, len(numbers)
-        counts = [-(-number // chunk) for number in numbers]
+    def __init__(self, params: Sequence[Tensor], chunk: int) -> None:
+        self.device, self.width = params[0].device, len(params)
+        counts = [-(-p.numel() // chunk) for p in params]
         self.ends = list(accumulate(counts, initial=0))
-        rows = [
-            (i, j, number) for i, (number, count) in enumerate(zip(numbers, counts, strict=True)) for j in range(count)
-        ]
-        self.chunks = _uploaded(torch.tensor(rows), device)  # [chunks, 3]: parameter, which chunk of it, its end
-        self.firsts = _uploaded(torch.tensor(self.ends), device)
+        rows = [(i, j, params[i].numel()) for i, count in enumerate(counts) for j in range(count)]
+        self.chunks = self._sent(rows)  # [chunks, 3]: parameter, which chunk of it, where the parameter ends
+        self.firsts = self._sent(self.ends)
         self._decays: tuple[list[float], Tensor] | None = None
-        self._tables: dict[object, Table] = {}
-        self._pinned: Tensor | None = None  # memory for the table of a graph, which has none of its own
+        self._others: tuple[list[list[int]], Tensor, list[tuple[int, ...]] | None, bool] | None = None
+        self._grads: tuple[list[int], Tensor] | None = None
+        self._pinned: Tensor | None = None  # memory for the table of a graph, which can take none by itself
 
     @property
     def total(self) -> int:
@@ -58,41 +53,47 @@ class Layout:
     def decays(self, decays: list[float]) -> Tensor:
         """γ of each parameter, on the device."""
         if self._decays is None or self._decays[0] != decays:
-            self._decays = list(decays), _uploaded(torch.tensor(decays, dtype=torch.float32), self.device)
+            self._decays = list(decays), self._sent(decays)
         return self._decays[1]
 
-    def table(self, grads: Sequence[Tensor], *others: Sequence[Tensor] | None) -> Table:
-        """Of all columns; ``None`` for one that nobody is going to read."""
-        columns = [grads, *others]
-        addresses = [t.data_ptr() for tensors in columns if tensors is not None for t in tensors]
+    def table(self, grads: Sequence[Tensor], *others: Sequence[Tensor] | None) -> Table | None:
+        """Of all columns, ``None`` for one that nobody is going to read. There is no table where the numbers of a
+        parameter are not in the same order in all of them.
+        """
+        addresses = [[] if column is None else [t.data_ptr() for t in column] for column in others]
+        if self._others is None or self._others[0] != addresses:
+            rows = [row or [0] * self.width for row in addresses]
+            aligned = not any(address % 16 for row in rows for address in row)
+            self._others = addresses, self._sent(rows), _order(others), aligned
+        _, sent, order, aligned = self._others
+        if order != [g.stride() for g in grads]:
+            return None
+        mine = [g.data_ptr() for g in grads]
         if whole_step.capturing():
-            whole_step.keep(self.chunks, self.firsts, self._decays, self._pinned)
-            return self._look_up(columns, addresses)
+            whole_step.keep(self.chunks, self.firsts, self._decays, sent, self._pinned)
+            return Table(self._sent_by_graph(mine), sent, aligned and not any(address % 16 for address in mine))
         if self._pinned is None and self.device.type == "cuda":
-            self._pinned = torch.empty(len(columns), self.width, dtype=torch.int64, pin_memory=True)
-        key = tuple(addresses), tuple([g.stride() for g in grads])
-        if key not in self._tables:
-            if len(self._tables) >= _REMEMBERED:
-                self._tables.clear()
-            self._tables[key] = self._look_up(columns, addresses)
-        return self._tables[key]
+            self._pinned = torch.empty(self.width, dtype=torch.int64, pin_memory=True)
+        if self._grads is None or self._grads[0] != mine:
+            self._grads = mine, self._sent(mine)
+        return Table(self._grads[1], sent, aligned and not any(address % 16 for address in mine))
 
-    def _look_up(self, columns: Columns, addresses: Sequence[int]) -> Table:
-        rows = [[0] * self.width if tensors is None else [t.data_ptr() for t in tensors] for tensors in columns]
-        there = (tensors for tensors in columns if tensors is not None)
-        alike = all(len({t.stride() for t in theirs}) == 1 for theirs in zip(*there, strict=True))
-        aligned = not any(address % 16 for address in addresses)
-        return Table(self._sent(torch.tensor(rows)), alike, aligned)
+    def _sent(self, rows: Sequence[object]) -> Tensor:
+        """On the device, without waiting for it."""
+        if self.device.type != "cuda":
+            return torch.tensor(rows)
+        return torch.tensor(rows, pin_memory=True).to(self.device, non_blocking=True)
 
-    def _sent(self, rows: Tensor) -> Tensor:
-        if not whole_step.capturing():
-            return _uploaded(rows, self.device)
-        # a graph sends it again whenever it runs
-        assert self._pinned is not None, "a step of this kind comes before its capture"
+    def _sent_by_graph(self, row: list[int]) -> Tensor:
+        """Whenever it runs."""
+        if self.device.type != "cuda":
+            return torch.tensor(row)
+        assert self._pinned is not None, "an ordinary step comes before one that is captured"
         pinned, self._pinned = self._pinned, None
-        return pinned.copy_(rows).to(self.device, non_blocking=True)
+        return pinned.copy_(torch.tensor(row)).to(self.device, non_blocking=True)
 
 
-def _uploaded(rows: Tensor, device: torch.device) -> Tensor:
-    """Without waiting for the device."""
-    return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
+def _order(columns: Sequence[Sequence[Tensor] | None]) -> list[tuple[int, ...]] | None:
+    """The strides of each parameter, if it has the same in all columns."""
+    strides = [[t.stride() for t in column] for column in columns if column is not None]
+    return strides[0] if all(each == strides[0] for each in strides) else None

@@ -1,0 +1,303 @@
+"""Fused kernels do what the plain operations do. On a GPU, or in Triton's interpreter: see who imports this."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.toys import assert_identical, state_of, values
+from torch import Tensor, nn
+
+from ocnopt import OCNOpt
+from ocnopt.fused import dots, support
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+MOMENTA = {
+    "none": {"momentum": 0.0},
+    "average": {"momentum": 0.9},
+    "uncorrected": {"momentum": 0.9, "bias_correction": False},
+    "heavy ball": {"momentum": 0.8, "ema": False},
+    "nesterov": {"momentum": 0.8, "ema": False, "nesterov": True},
+}
+DECAYS = {
+    "none": {},
+    "coupled": {"weight_decay": 0.1},
+    "decoupled": {"weight_decay": 0.1, "decoupled_weight_decay": True},
+}
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Parameters of one number up to two chunks."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 860), nn.Tanh(), nn.Linear(860, 3), nn.Tanh(), nn.LayerNorm(3), nn.Linear(3, 1))
+    return net.to(DEVICE, dtype)
+
+
+def pair(
+    steps: int = 2, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[nn.Module, OCNOpt, nn.Module, OCNOpt]:
+    """Two that have come to the same place, one of which goes on by fused kernels."""
+    model = network(dtype)
+    plain = OCNOpt(model.parameters(), model=model, fused=False, lr=0.03, **options)
+    for i in range(steps):
+        _one_pass(model, i)
+        plain.step()
+    ours = copy.deepcopy(model)
+    for module in ours.modules():  # the hooks of the other
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    fused = OCNOpt(ours.parameters(), model=ours, lr=0.03, **options)
+    if steps:
+        fused.load_state_dict(plain.state_dict())
+    fused.param_groups[0]["fused"] = True
+    return model, plain, ours, fused
+
+
+def _one_pass(model: nn.Module, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(8, 5, generator=draw).to(DEVICE, next(model.parameters()).dtype)
+    model.zero_grad()
+    model(x).float().add(0.3).square().mean().backward()
+
+
+def found(model: nn.Module, opt: OCNOpt) -> list[Any]:
+    report = opt.diagnostics
+    numbers = [] if report.kernels is None else [report.kernels.K, report.kernels.u, report.w, report.s]
+    change = [] if report.kernels is None else [report.predicted_change]
+    return [values(model), state_of(opt), numbers, change]
+
+
+def assert_same_step(seed: int = 7, steps: int = 2, **options: Any) -> None:
+    model, plain, ours, fused = pair(steps, **options)
+    before = values(model)
+    for net, opt in ((model, plain), (ours, fused)):
+        _one_pass(net, seed)
+        opt.step()
+    assert not torch.equal(before[0], values(model)[0])
+    torch.testing.assert_close(found(ours, fused), found(model, plain), rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("momentum", "decay"),
+    [
+        ("none", "none"),
+        ("none", "coupled"),
+        ("average", "none"),
+        ("average", "coupled"),
+        ("average", "decoupled"),
+        ("uncorrected", "none"),
+        ("heavy ball", "coupled"),
+        ("nesterov", "coupled"),
+        ("nesterov", "decoupled"),
+    ],
+)
+@pytest.mark.parametrize("feedback", ["linear", "nonlinear"])
+@pytest.mark.parametrize("curvature", ["identity", "adaptive"])
+def test_a_step(curvature: str, feedback: str, momentum: str, decay: str) -> None:
+    assert_same_step(curvature=curvature, feedback=feedback, **MOMENTA[momentum], **DECAYS[decay])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"feedback": "off"},
+        {"feedback": "off", "curvature": "identity"},
+        {"maximize": True},
+        {"maximize": True, "feedback": "nonlinear"},
+        {"players": 3, "weight_decay": 0.1},
+        {"eps": 0.0},
+        {"decay": 0.0},
+        {"clamp": False},
+        {"clamp": False, "feedback": "nonlinear", "gauss_newton": 0.3},
+        {"game": "noncooperative", "feedback": "nonlinear"},
+        {"game": "noncooperative"},
+    ],
+    ids=str,
+)
+def test_options(options: dict[str, Any]) -> None:
+    assert_same_step(**options)
+
+
+@pytest.mark.parametrize("curvature", ["identity", "adaptive"])
+def test_the_first_step(curvature: str) -> None:
+    assert_same_step(steps=0, curvature=curvature)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_of_few_digits(dtype: torch.dtype) -> None:
+    model, plain, ours, fused = pair(dtype=dtype, weight_decay=0.1, feedback="nonlinear")
+    for net, opt in ((model, plain), (ours, fused)):
+        _one_pass(net, 7)
+        opt.step()
+    assert {t.dtype for own in state_of(fused) for t in own.values()} == {torch.float32}
+    torch.testing.assert_close(values(ours), values(model), rtol=0.02, atol=1e-3)
+    if DEVICE.type == "cuda" or dtype == torch.float16:  # the interpreter cuts bfloat16 off, a GPU rounds
+        same = [(a == b).float().mean() for a, b in zip(values(ours), values(model), strict=True)]
+        assert min(same) > 0.9  # but for a last digit here and there
+
+
+def test_rates_by_group_and_on_the_device() -> None:
+    models = [network(), network()]
+    optimizers = []
+    for model, fused in zip(models, (False, True), strict=True):
+        first, *rest = model.parameters()
+        groups = [{"params": [first], "lr": torch.tensor(0.02, device=DEVICE)}, {"params": rest, "weight_decay": 0.1}]
+        optimizers.append(OCNOpt(groups, lr=0.05, fused=fused))
+    for i in range(2):
+        for model, opt in zip(models, optimizers, strict=True):
+            _one_pass(model, i)
+            opt.step()
+            opt.param_groups[0]["lr"].mul_(0.5)
+    torch.testing.assert_close(values(models[1]), values(models[0]), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"feedback": "nonlinear"}, {"weight_decay": 0.1, "feedback": "nonlinear"}])
+def test_a_bad_step_leaves_no_trace(options: dict[str, Any]) -> None:
+    _, _, model, opt = pair(**options)
+    before = values(model), state_of(opt)
+    _one_pass(model, 3)
+    for p in list(model.parameters())[:2]:
+        p.grad[0] = torch.nan
+    opt.step()
+    assert_identical((values(model), state_of(opt)), before)
+    with pytest.warns(UserWarning, match=r"1 step\(s\) skipped: the gradient of '0.weight'"):
+        assert opt.diagnostics.skipped_steps == 1
+    assert opt.diagnostics.kernels is not None
+    assert opt.diagnostics.kernels.K.abs().max() == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"curvature": "identity"}])
+def test_a_second_pass_that_fails_leaves_no_trace(options: dict[str, Any]) -> None:
+    _, _, model, opt = pair(feedback="nonlinear", **options)
+    before = values(model), state_of(opt)
+    _one_pass(model, 3)
+    model[3].forward = lambda x: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        opt.step()
+    assert_identical((values(model), state_of(opt)), before)
+
+
+def test_a_second_moment_that_starts_late() -> None:
+    model, plain, ours, fused = pair(curvature="identity")
+    fused.param_groups[0]["fused"] = None
+    for opt in (plain, fused):
+        opt.param_groups[0]["curvature"] = "adaptive"
+    for i in range(2):
+        for net, opt in ((model, plain), (ours, fused)):
+            _one_pass(net, i)
+            opt.step()
+    torch.testing.assert_close(found(ours, fused), found(model, plain), rtol=1e-4, atol=1e-6)
+
+
+def _turned(p: nn.Parameter) -> None:
+    p.grad = p.grad.T.contiguous().T
+
+
+def test_gradients_in_another_order() -> None:
+    model, plain, ours, fused = pair()
+    fused.param_groups[0]["fused"] = None
+    for net, opt in ((model, plain), (ours, fused)):
+        _one_pass(net, 7)
+        _turned(net[0].weight)
+        opt.step()
+    torch.testing.assert_close(values(ours), values(model), rtol=1e-6, atol=1e-8)
+    fused.param_groups[0]["fused"] = True
+    _one_pass(ours, 8)
+    _turned(ours[0].weight)
+    with pytest.raises(RuntimeError, match=r"^fused=True cannot be had for '0.weight': the gradients are not laid out"):
+        fused.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"rank": 2}, "rank must be 1"),
+        ({"bellman": "paper"}, "bellman must be 'consistent'"),
+        ({"curvature": "kronecker"}, "curvature must be 'identity' or 'adaptive'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_had_is_said(options: dict[str, Any], why: str) -> None:
+    model = network()
+    opt = OCNOpt(model.parameters(), model=model, fused=True, **options)
+    _one_pass(model, 0)
+    with pytest.raises(RuntimeError, match=rf"^fused=True cannot be had for '\S+': {why}"):
+        opt.step()
+    wide = network(torch.float64)
+    opt = OCNOpt(wide.parameters(), fused=True)
+    _one_pass(wide, 0)
+    with pytest.raises(RuntimeError, match=r"parameters of torch.float64 are not supported"):
+        opt.step()
+
+
+@pytest.fixture
+def _repaired() -> Iterator[None]:
+    yield
+    support._broken = None
+
+
+@pytest.mark.usefixtures("_repaired")
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain, ours, fused = pair()
+    fused.param_groups[0]["fused"] = None
+
+    class Broken:
+        def __getitem__(self, grid: Any) -> Any:
+            raise OSError("no compiler")
+
+    monkeypatch.setattr(support.kernels(), "look", Broken())
+    for net, opt in ((model, plain), (ours, fused)):
+        _one_pass(net, 7)
+        if opt is fused:
+            with pytest.warns(
+                UserWarning, match=r"without fused kernels, and slower: Triton failed \(OSError: no compiler"
+            ):
+                opt.step()
+        else:
+            opt.step()
+    assert_identical(values(ours), values(model))
+    _one_pass(ours, 8)
+    fused.step()  # it has been said
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 1000, 4096, 13_000])
+def test_inner_products(size: int, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(size, generator=draw).to(DEVICE, dtype) for _ in range(2))
+    less = torch.tensor(0.7, device=DEVICE)
+    expected = torch.dot(x.double(), y.double())
+    for _ in range(2):  # nothing of the first is left for the second
+        whole = dots.dot(x, y)
+        torch.testing.assert_close(whole.double(), expected, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(dots.dot(x, y, less), whole - less, rtol=1e-6, atol=1e-6)
+    assert torch.equal(dots.dot(x, y, whole), torch.zeros((), device=DEVICE))  # the same numbers in the same order
+    assert dots.dot(x.double(), y.double()) is None
+
+
+def test_parameters_that_act_apart() -> None:
+    """Two layers of one stage with others between them in the order of the parameters."""
+
+    class Apart(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.three = nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(5, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(torch.tanh(self.one(x))) + self.three(x)
+
+    found = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = Apart().to(DEVICE)
+        opt = OCNOpt(model.parameters(), model=model, feedback="nonlinear", fused=fused, curvature="identity", lr=0.3)
+        for i in range(2):
+            _one_pass(model, i)
+            opt.step()
+        assert len(opt.game.stages) == 2
+        found.append([values(model), opt.diagnostics.s])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-7)
