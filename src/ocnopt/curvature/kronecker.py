@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +17,11 @@ from torch import Tensor, nn
 
 from ocnopt.curvature.base import Curvature, Metric
 from ocnopt.curvature.eigen import Eigen, decompose, turned
-from ocnopt.curvature.inputs import Seen, Sums, seen_of, squares_over
+from ocnopt.curvature.inputs import Number, Seen, Sums, seen_of, squares_over
 from ocnopt.curvature.tally import shape
 from ocnopt.distributed import World, share_out
 from ocnopt.layers.base import Adapter
-from ocnopt.linalg import full_precision
+from ocnopt.linalg import as_allowed, full_precision
 
 if TYPE_CHECKING:
     from ocnopt.bucket import Bucket
@@ -45,6 +46,10 @@ class KroneckerBlock:
     S: Tensor
     damping: float
 
+    @cached_property
+    def _damped(self) -> Tensor:
+        return self.S + self.damping
+
     def solve(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         V = self.adapter.to_matrix(self.module, dict(zip(self.names, tensors, strict=True)))
         V = self._divided(self.U_C.mT @ V @ self.U_A)
@@ -53,7 +58,7 @@ class KroneckerBlock:
 
     def _divided(self, V: Tensor) -> Tensor:
         if self.damping:
-            return V / (self.S + self.damping)
+            return V / self._damped
         seen = self.S.amax() * torch.finfo(self.S.dtype).eps < self.S  # without damping a pseudo-inverse, eq. (kfac-u)
         return torch.where(seen, V / self.S, 0)
 
@@ -64,7 +69,7 @@ class KroneckerMetric(Metric):
 
     def solve(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         todo, out = list(vectors), []
-        with full_precision():
+        with full_precision(), as_allowed(vectors[0].device):
             for block in self.blocks:
                 mine, todo = todo[: len(block.names)], todo[len(block.names) :]
                 out += block.solve(mine)
@@ -78,8 +83,8 @@ class Layer:
     player: Player
     state: dict[str, Any]
     passes: list[Seen] = field(default_factory=list)  # what this process saw of it
-    samples: Tensor = field(init=False)  # how many all processes saw
-    ok: Tensor = field(init=False)  # 1, or 0 if this step tells nothing about it
+    samples: Number = 0.0  # how many all processes saw
+    ok: Tensor = field(init=False)  # does this step tell something about it?
     weight: Tensor = field(init=False)  # of this step in the averages
 
     @property
@@ -141,7 +146,7 @@ class Layer:
 
     def average(self, average: Tensor, value: Tensor) -> None:
         """Go on with a running average; a value of a bad step may be anything."""
-        average.lerp_(torch.where(self.ok > 0, value, 0), self.weight)
+        average.lerp_(torch.where(self.ok, value, average), self.weight)
 
     def renew(self, **found: Tensor) -> None:
         """In place: a CUDA graph goes on with the new basis."""
@@ -238,37 +243,69 @@ class Kronecker(Curvature):
         return "input_basis" in state
 
     def _learn(self, bucket: Bucket, layers: Sequence[Layer], a: Tensor | None) -> None:
-        for portion in bucket.world.portions(layers):
-            self._average_factors(bucket, portion, a)
+        world, new, others = bucket.world, list[Layer](), list[Layer]()
         for layer in layers:
+            (new if self.refreshes(layer.state, bucket.group, layer.player.inside) else others).append(layer)
+            layer.begin(bucket.ok)
+            layer.passes = seen_of(bucket, layer.player, a, keep=world.size == 1 and layer not in new)
+            layer.samples = sum(one.batch for one in layer.passes)
             layer.state["since_refresh"] += 1
-        new = [layer for layer in layers if layer.is_old and _at_once(layer.state, bucket.group, layer.player.inside)]
-        fine = [layer for layer in new if bool(layer.ok)]
-        for layer in new:
+        if world.size == 1:
+            self._weigh(bucket, layers)
+        for portion in world.portions(new):
+            self._average_factors(bucket, portion)
+        self._refresh_now(bucket, new)
+        for portion in world.portions(new):
+            self._average_eigenvalues(bucket, portion)
+        for portion in world.portions(others):
+            self._average_factors(bucket, portion)
+            self._average_eigenvalues(bucket, portion)
+            for layer in portion:
+                layer.passes = []  # with what was kept of them
+
+    @staticmethod
+    def _weigh(bucket: Bucket, layers: Sequence[Layer]) -> None:
+        """How much this step counts in the averages: all in the first one, nothing if it is bad or tells nothing."""
+        if not layers:
+            return
+        statistics = [layer.state["statistics"] for layer in layers]
+        seen = [layer.samples > 0 for layer in layers]
+        ok = bucket.ok.expand(len(layers))
+        if not all(each is True for each in seen):
+            ok = ok * torch.stack([torch.as_tensor(each, device=ok.device) for each in seen])
+        weights = torch.sub(ok, ok * (torch.stack(statistics) > 0), alpha=bucket.group["factor_decay"])
+        for layer, fine, weight in zip(layers, (ok > 0).unbind(), weights.unbind(), strict=True):
+            layer.ok, layer.weight = fine, weight
+        torch._foreach_add_(statistics, list(ok.unbind()))
+
+    def _average_factors(self, bucket: Bucket, layers: Sequence[Layer]) -> None:
+        sums = [Sums.over(layer.passes, *layer.factors) for layer in layers]
+        if bucket.world.size > 1:
+            sums = [each.to_add_up() for each in sums]
+            bucket.world.sum_([torch.as_tensor(t) for each in sums for t in each])
+            for layer, each in zip(layers, sums, strict=True):
+                layer.samples = each.samples
+            self._weigh(bucket, layers)
+        for layer, each in zip(layers, sums, strict=True):
+            for factor, value in zip(layer.factors, each.factors(), strict=True):
+                layer.average(factor, value)
+
+    def _average_eigenvalues(self, bucket: Bucket, layers: Sequence[Layer]) -> None:
+        if not bucket.group["ekfac"]:
+            return
+        with as_allowed(bucket.ok.device):
+            moments = [squares_over(layer.passes, layer.state["eigenvalues"], *layer.bases) for layer in layers]
+        bucket.world.sum_(moments)
+        for layer, moment in zip(layers, moments, strict=True):
+            layer.average(layer.state["eigenvalues"], layer.samples * moment)  # h̃² / B
+
+    def _refresh_now(self, bucket: Bucket, layers: Sequence[Layer]) -> None:
+        """Of what this very step has seen."""
+        fine = [layer for layer in layers if bool(layer.ok)]
+        for layer in layers:
             if layer not in fine:
                 layer.keep_on()
         bucket.failed_refreshes += self._refresh(fine, bucket.peers, bucket.world)
-        for portion in bucket.world.portions(layers) if bucket.group["ekfac"] else ():
-            moments = [squares_over(layer.passes, layer.state["eigenvalues"], *layer.bases) for layer in portion]
-            bucket.world.sum_(moments)
-            for layer, moment in zip(portion, moments, strict=True):
-                layer.average(layer.state["eigenvalues"], layer.samples * moment)  # h̃² / B
-
-    @staticmethod
-    def _average_factors(bucket: Bucket, layers: Sequence[Layer], a: Tensor | None) -> None:
-        for layer in layers:
-            layer.begin(bucket.ok)
-            layer.passes = seen_of(bucket, layer.player, a)
-        sums = [Sums.over(layer.passes, *layer.factors) for layer in layers]
-        bucket.world.sum_([t for each in sums for t in each])
-        for layer, each in zip(layers, sums, strict=True):
-            layer.samples = each.samples
-            layer.ok = bucket.ok * (each.samples > 0)  # a bad or empty batch changes nothing
-            started = layer.state["statistics"] > 0
-            layer.weight = (1 - bucket.group["factor_decay"] * started.to(layer.ok)) * layer.ok
-            for factor, value in zip(layer.factors, each.factors(), strict=True):
-                layer.average(factor, value)
-            layer.state["statistics"] += layer.ok
 
     def _refresh(self, layers: Sequence[Layer], peers: Sequence[Player], world: World) -> int:
         """Renew the eigenbases of layers that are old. A decomposition that fails leaves the old one; returns how many
