@@ -25,8 +25,9 @@ _jobs = WeakTensorKeyDictionary()
 def begin(matrices: Sequence[Tensor]) -> None:
     """Of matrices that nobody changes any more."""
     if _is_beside(matrices[0]):
+        stream = _stream(matrices[0].device)
         ready = torch.cuda.current_stream(matrices[0].device).record_event()
-        _jobs[matrices[0]] = _worker().submit(_made, list(matrices), ready)
+        _jobs[matrices[0]] = _worker().submit(_made, list(matrices), stream, ready)
 
 
 def finish(matrices: Sequence[Tensor]) -> list[Eigen | None]:
@@ -54,8 +55,9 @@ def _is_beside(matrix: Tensor) -> bool:
     return matrix.is_cuda
 
 
-def _made(matrices: list[Tensor], ready: torch.cuda.Event) -> tuple[list[Eigen | None], torch.cuda.Event]:
-    stream = _stream(matrices[0].device)
+def _made(
+    matrices: list[Tensor], stream: torch.cuda.Stream, ready: torch.cuda.Event
+) -> tuple[list[Eigen | None], torch.cuda.Event]:
     with torch.no_grad(), torch.cuda.device(stream.device), torch.cuda.stream(stream):
         stream.wait_event(ready)
         try:
@@ -72,4 +74,5 @@ def _worker() -> ThreadPoolExecutor:
 
 @lru_cache(maxsize=64)
 def _stream(device: torch.device) -> torch.cuda.Stream:
+    torch.linalg.eigh(torch.eye(2, device=device))  # loads libraries, which two threads must not do at a time
     return torch.cuda.Stream(device)

@@ -141,7 +141,7 @@ class Kronecker(Curvature):
         seen = [layer.samples > 0 for layer in layers]
         ok = bucket.ok.expand(len(layers))
         if not all(each is True for each in seen):
-            ok = ok * torch.stack([torch.as_tensor(each, device=ok.device) for each in seen])
+            ok = ok * torch.stack([each if isinstance(each, Tensor) else ok.new_full((), each) for each in seen])
         weights = torch.sub(ok, ok * (torch.stack(statistics) > 0), alpha=bucket.group["factor_decay"])
         for layer, fine, weight in zip(layers, (ok > 0).unbind(), weights.unbind(), strict=True):
             layer.ok, layer.weight = fine, weight

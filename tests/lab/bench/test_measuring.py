@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ocnopt.curvature.kronecker import Kronecker
+from ocnopt.curvature.layer import Layer
 from ocnopt.lab import models
 from ocnopt.lab.bench import Settings, benchmark, breakdown, contenders, inside, measure, networks, timing
 from ocnopt.lab.bench.contenders import CONTENDERS, REFRESH, USUAL, choose, find
@@ -164,18 +164,18 @@ def test_a_whole_period_is_timed_step_by_step() -> None:
 
 def test_in_a_period_layers_are_refreshed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     refreshed, by_step = [0], list[int]()
-    refresh, timed = Kronecker._refresh, benchmark.timed
+    renew, timed = Layer.renew, benchmark.timed
 
-    def counted(self: Kronecker, layers: Any, *rest: Any) -> int:
-        refreshed[0] += len(layers)
-        return refresh(self, layers, *rest)
+    def counted(self: Layer, **found: Any) -> None:
+        refreshed[0] += 1
+        renew(self, **found)
 
     def watched(work: Any, *rest: Any) -> float:
         before, ms = refreshed[0], timed(work, *rest)
         by_step.append(refreshed[0] - before)
         return ms
 
-    monkeypatch.setattr(Kronecker, "_refresh", counted)
+    monkeypatch.setattr(Layer, "renew", counted)
     monkeypatch.setattr(benchmark, "timed", watched)
     measure(quick(optimizers=("kronecker-off",), period=True, rounds=REFRESH))
     period = by_step[-REFRESH:]
