@@ -178,6 +178,9 @@ class _Game:
 
 # --- what a graph has frozen ---
 
+#: state that is there between steps, and that no step reads
+_COMING_AND_GOING = {key for curvature in BY_NAME.values() for key in curvature.aside}
+
 
 def frozen(opt: Optimizer, modules: list[nn.Module], others: list[Tensor]) -> dict[Any, Any]:
     """Everything that must not change from one replay to the next: hyper-parameters, modes, and where tensors are.
@@ -198,7 +201,7 @@ def frozen(opt: Optimizer, modules: list[nn.Module], others: list[Tensor]) -> di
         (key, value.data_ptr())
         for p in params
         for key, value in opt.state.get(p, {}).items()
-        if isinstance(value, Tensor)
+        if isinstance(value, Tensor) and key not in _COMING_AND_GOING
     ]
     found["modules"] = [(m.training, *map(id, m._modules.values())) for m in modules]
     found["buffers"] = [None if b is None else b.data_ptr() for m in modules for b in m._buffers.values()]

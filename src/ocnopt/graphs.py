@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ocnopt import clockwork, whole_step
 from ocnopt.clockwork import Clockwork, Rates
+from ocnopt.curvature import beside
 from ocnopt.environment import Autocast
 from ocnopt.games.flow import Flow
 from ocnopt.linalg import without_autocast
@@ -200,6 +201,7 @@ class GraphedStep:
     def _watched(self, inputs: tuple[Any, ...]) -> Tensor:
         """An eager step that tells whether it could be captured: one that tries and fails leaves torch in disorder."""
         waits: list[str] = []
+        beside.wait()  # other threads may wait
         before = AllRNG.capture([self._device])
         with _told_of_waiting(waits):
             loss = self._eager(inputs)
@@ -215,6 +217,7 @@ class GraphedStep:
 
     def _capture(self) -> Graph | str:
         """A graph, or why there is none. Nothing runs on the device."""
+        beside.wait()
         wheels, present = Clockwork(self.opt, self._flow), torch.cuda.current_stream()
         graph, self._pool = torch.cuda.CUDAGraph(), self._pool or torch.cuda.graph_pool_handle()
         buffers = self._inputs.buffers()

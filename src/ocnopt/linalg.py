@@ -31,16 +31,35 @@ def without_autocast() -> Iterator[None]:
         yield
 
 
+#: what the user allows, as it was found where full precision was asked for, outermost first
+_allowed: list[str] = []
+
+
 @contextmanager
 def full_precision() -> Iterator[None]:
     """Factors and kernels are sums that later get inverted: TF32 and friends are off while they are formed."""
-    before = torch.get_float32_matmul_precision()
+    _allowed.append(torch.get_float32_matmul_precision())
     torch.set_float32_matmul_precision("highest")
     try:
         with without_autocast():
             yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(_allowed.pop())
+
+
+@contextmanager
+def as_allowed(device: torch.device) -> Iterator[None]:
+    """Inside full precision, what needs less of it and is large: turning gradients into an eigenbasis and back. On CUDA
+    it follows the user, ``torch.set_float32_matmul_precision``; elsewhere nothing changes.
+    """
+    inside = device.type == "cuda" and bool(_allowed)
+    if inside:
+        torch.set_float32_matmul_precision(_allowed[0])
+    try:
+        yield
+    finally:
+        if inside:
+            torch.set_float32_matmul_precision("highest")
 
 
 def safe_eigh(matrix: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -16,6 +16,8 @@ _CATEGORY = {
     "second_moment": "adaptive curvature",
     "input_factor": "Kronecker factors",
     "output_factor": "Kronecker factors",
+    "next_input_factor": "Kronecker factors",
+    "next_output_factor": "Kronecker factors",
     "input_basis": "eigenbases",
     "output_basis": "eigenbases",
     "eigenvalues": "eigenbases",

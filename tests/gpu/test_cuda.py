@@ -102,3 +102,30 @@ def test_autocast_and_dropout_are_repeated() -> None:
     opt.step()
     assert opt.diagnostics.predicted_change == 0.0  # no step, same masks: the second pass is the first
     assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("ekfac", [False, True])
+def test_eigenbases_are_read_in_the_precision_that_is_allowed(ekfac: bool) -> None:
+    """Factors are those of full precision, steps are close."""
+
+    def run(precision: str) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 8)).cuda()
+        opt = ocnopt.OCNOpt(model.parameters(), 0.01, model=model, curvature="kronecker", ekfac=ekfac, damping=0.1)
+        x = torch.randn(512, 256, device="cuda")
+        torch.set_float32_matmul_precision("highest")
+        nn.functional.cross_entropy(model(x), x[:, :8].argmax(1)).backward()
+        before = model[0].weight.detach().clone()
+        torch.set_float32_matmul_precision(precision)
+        opt.step()
+        assert torch.get_float32_matmul_precision() == precision
+        return opt.state[model[0].weight]["input_factor"], model[0].weight.detach() - before
+
+    allowed = torch.get_float32_matmul_precision()
+    try:
+        (A, exact), (A_high, close) = run("highest"), run("high")
+    finally:
+        torch.set_float32_matmul_precision(allowed)
+    assert torch.equal(A, A_high)
+    assert not torch.equal(exact, close)
+    assert (exact - close).norm() < 1e-2 * exact.norm()

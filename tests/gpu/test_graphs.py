@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import ocnopt
+from ocnopt.curvature import beside
 
 pytestmark = [
     pytest.mark.gpu,
@@ -138,6 +140,37 @@ def test_no_step_is_eager_because_of_a_refresh() -> None:
     pair.compare()
     assert pair.reasons[3:] == [None] * 13
     assert all(own["refreshed_at"] > 6 for own in pair.ours.state.values() if "refreshed_at" in own)
+
+
+def test_bases_are_made_by_a_thread_and_serve_in_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    whole = beside.batched
+    name = lambda: threading.current_thread().name  # noqa: E731
+    monkeypatch.setattr(beside, "batched", lambda matrices: threads.append(name()) or whole(matrices))
+    pair = Pair(ocn(curvature="kronecker", feedback="nonlinear", refresh_every=20, ekfac=False))
+    pair.train(batches(60))
+    pair.compare()
+    assert pair.reasons[3:] == [None] * 57
+    assert pair.step.captures == 1
+    assert len(threads) >= 2 * 3  # layers, of both
+    assert all(each.startswith("ocnopt") for each in threads)
+    assert all(own["basis_at"] > 20 for own in pair.ours.state.values() if "basis_at" in own)
+
+
+def test_a_checkpoint_while_a_thread_is_at_work() -> None:
+    """Bit for bit, also in which step the new basis serves."""
+    make, data = ocn(curvature="kronecker", refresh_every=60), batches(50)
+    model = built(residual)
+    opt = make(model)
+    eager(model, opt, data[:22])  # one of eight layers: begun after 16 steps, for 6
+    assert any("next_input_factor" in own for own in opt.state.values())
+    again = built(residual)
+    again.load_state_dict(model.state_dict())
+    fresh = make(again)
+    fresh.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for m, o in ((model, opt), (again, fresh)):
+        eager(m, o, data[22:])
+    torch.testing.assert_close(state_of(again, fresh), state_of(model, opt), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("feedback", FEEDBACKS)

@@ -82,6 +82,16 @@ def test_the_cheapest_way_on_a_cpu(channels: int, size: int, kernel: int, shifte
     assert shifts.cheapest((axis, axis), 128, 1, channels, "cpu") == shifted
 
 
+@pytest.mark.parametrize(
+    ("channels", "size", "batch", "shifted"),
+    [(64, 8, 128, 0), (128, 4, 128, 0), (512, 1, 128, 0), (32, 28, 128, 0), (128, 56, 64, 1), (512, 14, 64, 2)],
+)
+def test_the_cheapest_way_on_a_gpu(channels: int, size: int, batch: int, shifted: int) -> None:
+    """One product of windows is one launch, however much it multiplies; of large images it multiplies too much."""
+    axis = shifts.Axis(size, size, 3, 1, 1, 1)
+    assert shifts.cheapest((axis, axis), batch, 1, channels, "cuda") == shifted
+
+
 @pytest.mark.parametrize("first", [(9, 9, 3, 1, 1, 1), (11, 4, 5, 2, 1, 1), (10, 3, 3, 3, 2, 1), (1, 1, 2, 1, 2, 1)])
 @pytest.mark.parametrize("others", [(), ((8, 6, 3, 1, 1, 0),), ((7, 4, 2, 2, 1, 1),)])
 def test_the_price_of_combinations_without_forming_them(first: Any, others: Any) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ocnopt import OCNOpt, clockwork
 from ocnopt.curvature import eigen
-from ocnopt.curvature.kronecker import stagger
+from ocnopt.curvature.turns import stagger
 
 
 def refreshes(model: nn.Module, opt: OCNOpt, count: int) -> list[list[int]]:
@@ -92,9 +92,10 @@ def test_layers_in_step_get_out_of_it(before: int, unit: int) -> None:
 @pytest.mark.parametrize(
     ("costs", "every", "unit", "expected"),
     [
-        ([1.0, 8.0, 2.0], 6, 1, [6, 2, 4]),
+        ([1.0, 8.0, 2.0], 6, 1, [4, 2, 6]),
         ([5.0, 4.0, 3.0, 3.0], 2, 1, [1, 2, 2, 1]),  # as much at each time as can be
         ([1.0, 2.0], 10, 4, [8, 4]),  # with the looks
+        ([6.0, 5.0, 4.0, 3.0, 2.0], 10, 1, [2, 10, 6, 4, 8]),  # the large ones far apart
         ([1.0], 100, 1, [100]),
         ([1.0, 2.0], 1, 1, [1, 1]),
     ],
@@ -103,13 +104,17 @@ def test_turns(costs: list[float], every: int, unit: int, expected: list[int]) -
     assert stagger(costs, every, unit) == expected
 
 
-@pytest.mark.parametrize("stop", [3, 4, 5, 6])
-def test_a_checkpoint_at_any_time_goes_on_bit_for_bit(stop: int) -> None:
+@pytest.mark.parametrize(
+    ("every", "stop"), [*((3, n) for n in range(3, 7)), *((21, n) for n in range(7, 12)), (200, 70), (200, 80)]
+)
+def test_a_checkpoint_at_any_time_goes_on_bit_for_bit(every: int, stop: int) -> None:
+    """Also one in which a basis is in the making."""
+
     def make() -> tuple[nn.Module, OCNOpt]:
         model = mlp()
-        return model, OCNOpt(model.parameters(), 0.05, model=model, curvature="kronecker", refresh_every=3)
+        return model, OCNOpt(model.parameters(), 0.05, model=model, curvature="kronecker", refresh_every=every)
 
-    (model, opt), data = make(), batches(10)
+    (model, opt), data = make(), batches(stop + 20)
     train(model, opt, data[:stop])
     other, fresh = make()
     other.load_state_dict(copy.deepcopy(model.state_dict()))

@@ -122,24 +122,26 @@ class EKFAC(Optimizer):
             if layer.weight.grad is not None:
                 preconditioned.update(self._precondition(name, layer, group_of))
         self._tape.clear()
-        for p, group in group_of.items():
-            if p.grad is not None:
-                self._descend(p, preconditioned.get(p, p.grad), group)
+        for group in self.param_groups:
+            moving = {p: preconditioned.get(p, p.grad) for p in group["params"] if p.grad is not None}
+            if moving:
+                self._descend(list(moving), list(moving.values()), group)
         return loss
 
     @UPDATE
-    def _descend(self, p: Tensor, direction: Tensor, group: dict[str, Any]) -> None:
-        """SGD with momentum along ``direction``, as torch's SGD does along the gradient."""
+    def _descend(self, params: list[Tensor], directions: list[Tensor], group: dict[str, Any]) -> None:
+        """SGD with momentum along the directions, as torch's SGD does along the gradients."""
         if group["weight_decay"] != 0:
-            direction = direction.add(p, alpha=group["weight_decay"])
+            directions = list(torch._foreach_add(directions, params, alpha=group["weight_decay"]))
         if group["momentum"] != 0:
-            state = self.state[p]
-            if "momentum_buffer" in state:
-                state["momentum_buffer"].mul_(group["momentum"]).add_(direction)
-            else:
-                state["momentum_buffer"] = direction.clone()
-            direction = state["momentum_buffer"]
-        p.add_(direction, alpha=-group["lr"])
+            for p in params:
+                if "momentum_buffer" not in self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            buffers = [self.state[p]["momentum_buffer"] for p in params]
+            torch._foreach_mul_(buffers, group["momentum"])
+            torch._foreach_add_(buffers, directions)
+            directions = buffers
+        torch._foreach_add_(params, directions, alpha=-group["lr"])
 
     @UPDATE
     def _precondition(
@@ -148,7 +150,8 @@ class EKFAC(Optimizer):
         """U (U^T G U / (s + λ)) U^T for the gradient matrix G ``[c, a]``; a bias is its last column."""
         state, group, adapter = self.state[layer.weight], group_of[layer.weight], _adapter(layer)
         if name in self._tape:
-            passes = [Inputs(adapter, [Call(layer, (x,), {}, h) for x, h in p]) for p in self._tape[name].values()]
+            calls = [[Call(layer, (x,), {}, h) for x, h in each] for each in self._tape[name].values()]
+            passes = [Inputs(adapter, each, keep=True) for each in calls]
             self._update_statistics(name, state, group, passes, _gradient_matrix(layer, adapter))
         if "s" not in state:
             raise RuntimeError(

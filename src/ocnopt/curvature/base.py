@@ -47,6 +47,8 @@ class Curvature(ABC):
     #: whether :meth:`measure` adds up over ``bucket.world`` what it reads there, so that processes which train one
     #: network on a batch each come to the same metric
     adds_up: bool = False
+    #: keys of state that comes and goes between steps, in :meth:`catch_up`, and that no step reads
+    aside: tuple[str, ...] = ()
 
     def due(self, state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -> bool:
         """Does :meth:`measure` want the calls of a layer at this step? ``inside`` an ODE solve they are costly to get.

@@ -28,7 +28,7 @@ def decompose(matrices: Sequence[Tensor], world: World) -> list[Eigen | None]:
     """
     owners = world.share([float(m.shape[0] * m.shape[-1] ** 3) for m in matrices])
     mine = [i for i, owner in enumerate(owners) if owner == world.rank]
-    found = dict(zip(mine, _batched([matrices[i] for i in mine]), strict=True))
+    found = dict(zip(mine, batched([matrices[i] for i in mine]), strict=True))
     results = []
     for i, matrix in enumerate(matrices):
         values, vectors = found.get(i) or (torch.zeros_like(matrix[..., 0]), torch.zeros_like(matrix))
@@ -37,7 +37,7 @@ def decompose(matrices: Sequence[Tensor], world: World) -> list[Eigen | None]:
     return [(values, vectors) if bool(there) else None for values, vectors, there in results]
 
 
-def _batched(matrices: Sequence[Tensor]) -> list[Eigen | None]:
+def batched(matrices: Sequence[Tensor]) -> list[Eigen | None]:
     """Those of one size at once; one by one only if that fails, since one of them may be to blame."""
     found: list[Eigen | None] = [None] * len(matrices)
     by_size: dict[tuple[Any, ...], list[int]] = {}

@@ -8,54 +8,24 @@ the eigenbasis.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ocnopt.curvature import beside
 from ocnopt.curvature.base import Curvature, Metric
 from ocnopt.curvature.eigen import Eigen, decompose, turned
-from ocnopt.curvature.inputs import Seen, Sums, seen_of, squares_over
-from ocnopt.curvature.tally import shape
-from ocnopt.distributed import World, share_out
-from ocnopt.layers.base import Adapter
-from ocnopt.linalg import full_precision
+from ocnopt.curvature.inputs import Sums, seen_of, squares_over
+from ocnopt.curvature.layer import ASIDE, KroneckerBlock, Layer
+from ocnopt.curvature.turns import at_once, caught_up, interval, serves, takes_time
+from ocnopt.distributed import World
+from ocnopt.linalg import as_allowed, full_precision
 
 if TYPE_CHECKING:
     from ocnopt.bucket import Bucket
     from ocnopt.players import Player
-
-#: what a layer keeps from step to step
-_STATE = (
-    "input_factor", "output_factor", "statistics", "since_refresh", "refreshed_at", "early",
-    "input_basis", "output_basis", "eigenvalues",
-)  # fmt: skip
-
-
-@dataclass
-class KroneckerBlock:
-    """C of one layer: U_C (S + λ) U_A^T, ``U_A: [g, a, a]``, ``U_C: [g, c, c]``, ``S: [g, c, a]``."""
-
-    module: nn.Module
-    adapter: Adapter
-    names: tuple[str, ...]
-    U_A: Tensor
-    U_C: Tensor
-    S: Tensor
-    damping: float
-
-    def solve(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        V = self.adapter.to_matrix(self.module, dict(zip(self.names, tensors, strict=True)))
-        V = self._divided(self.U_C.mT @ V @ self.U_A)
-        back = self.adapter.from_matrix(self.module, self.U_C @ V @ self.U_A.mT)
-        return [back[n] for n in self.names]
-
-    def _divided(self, V: Tensor) -> Tensor:
-        if self.damping:
-            return V / (self.S + self.damping)
-        seen = self.S.amax() * torch.finfo(self.S.dtype).eps < self.S  # without damping a pseudo-inverse, eq. (kfac-u)
-        return torch.where(seen, V / self.S, 0)
 
 
 @dataclass
@@ -64,115 +34,11 @@ class KroneckerMetric(Metric):
 
     def solve(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         todo, out = list(vectors), []
-        with full_precision():
+        with full_precision(), as_allowed(vectors[0].device):
             for block in self.blocks:
                 mine, todo = todo[: len(block.names)], todo[len(block.names) :]
                 out += block.solve(mine)
         return out
-
-
-@dataclass(eq=False)
-class Layer:
-    """A player in one step, and what it keeps from step to step."""
-
-    player: Player
-    state: dict[str, Any]
-    passes: list[Seen] = field(default_factory=list)  # what this process saw of it
-    samples: Tensor = field(init=False)  # how many all processes saw
-    ok: Tensor = field(init=False)  # 1, or 0 if this step tells nothing about it
-    weight: Tensor = field(init=False)  # of this step in the averages
-
-    @property
-    def factors(self) -> tuple[Tensor, Tensor]:
-        return self.state["input_factor"], self.state["output_factor"]
-
-    @property
-    def bases(self) -> tuple[Tensor, Tensor]:
-        return self.state["input_basis"], self.state["output_basis"]
-
-    def block(self, damping: float) -> KroneckerBlock:
-        player = self.player
-        assert player.adapter is not None
-        assert player.module is not None
-        return KroneckerBlock(
-            player.module, player.adapter, player.own_names, *self.bases, self.state["eigenvalues"], damping
-        )
-
-    def begin(self, like: Tensor) -> None:
-        """Make room for the factors, also where this process has not seen a sample."""
-        adapter, module = self.player.adapter, self.player.module
-        assert adapter is not None
-        assert module is not None
-        if "input_factor" in self.state:
-            return
-        g, c, a = shape(adapter, module)
-        self.state["input_factor"], self.state["output_factor"] = like.new_zeros(g, a, a), like.new_zeros(g, c, c)
-        self.state["statistics"] = like.new_zeros(())  # how many are in the factors
-        self.state["since_refresh"] = 0
-
-    def forget(self) -> None:
-        for key in _STATE:
-            self.state.pop(key, None)
-
-    def rehearse(self, bucket: Bucket) -> None:
-        """State without any statistics: the first look at the layer finds all of it out of date."""
-        self.begin(bucket.ok)
-        self.keep_on()
-        self.state.update(refreshed_at=-self.state["since_refresh"], early=0)
-
-    @property
-    def _every(self) -> int:
-        return interval(self.state, self.player.group, self.player.inside)
-
-    @property
-    def is_old(self) -> bool:
-        """Is it time for another basis?"""
-        return "input_basis" not in self.state or self.state["since_refresh"] >= self._every
-
-    def has_learned(self) -> bool:
-        """How many of the steps since the last refresh have counted? Only the device knows."""
-        if "input_basis" not in self.state:
-            return True
-        found = _caught_up(self.state, self.player.group, self.player.inside)
-        if "refreshed_at" in found:
-            return True
-        self.state.update(found)
-        return False
-
-    def average(self, average: Tensor, value: Tensor) -> None:
-        """Go on with a running average; a value of a bad step may be anything."""
-        average.lerp_(torch.where(self.ok > 0, value, 0), self.weight)
-
-    def renew(self, **found: Tensor) -> None:
-        """In place: a CUDA graph goes on with the new basis."""
-        for key, value in found.items():
-            if key in self.state:
-                self.state[key].copy_(value)
-            else:
-                self.state[key] = value
-
-    def rest(self, peers: Sequence[Player]) -> None:
-        """There is a new basis. One that would last comes early to an end if its layer is refreshed at another time
-        than its turn: each has one of its own, so that the refreshes of a network are spread over the steps.
-        """
-        state, group, inside = self.state, self.player.group, self.player.inside
-        state.update(refreshed_at=int(state["statistics"]), since_refresh=0, early=0)
-        every, unit = period(group, inside), group["factor_every"]
-        if inside or len(peers) < 2 or every == unit or interval(state, group, inside) < every:
-            return
-        turns = stagger([_cost(peer) for peer in peers], every, unit)
-        turn = turns[[peer is self.player for peer in peers].index(True)]
-        state["early"] = (state["refreshed_at"] - 1 - turn) % every // unit * unit  # the first of all is at step 1
-
-    def keep_on(self) -> None:
-        """There is no new basis: the old one stays, and the next step tries again."""
-        self.state["since_refresh"] = self._every
-        if "input_basis" in self.state:
-            return
-        # nothing to keep: the diagonals of the factors, in coordinates as they are
-        self.state["input_basis"], self.state["output_basis"] = map(_eye, self.factors)
-        d, c = (v.diagonal(dim1=1, dim2=2).nan_to_num(0.0, 0.0, 0.0).clamp_min(0) for v in self.factors)
-        self.state["eigenvalues"] = c[:, :, None] * d[:, None, :]
 
 
 class Kronecker(Curvature):
@@ -180,6 +46,7 @@ class Kronecker(Curvature):
     needs_model = True
     takes_tallies = True
     adds_up = True
+    aside = ASIDE
 
     def measure(self, bucket: Bucket, a: Tensor | None) -> KroneckerMetric:
         layers = [Layer(player, bucket.state_of(i)) for i, player in enumerate(bucket.players)]
@@ -187,14 +54,15 @@ class Kronecker(Curvature):
             if not self.fits(layer.state, layer.player.params):  # a block that lost or gained its bias starts anew
                 layer.forget()
         with full_precision():
-            old = [layer for layer in layers if self.overdue(layer.state, bucket.group, layer.player.inside)]
+            bucket.failed_refreshes += self._serve(layers, bucket.world)
+            old = [layer for layer in layers if self._ends(layer.state, bucket.group, layer.player.inside)]
             # the first look at the device since the last refresh; a bad step leaves no trace
             if old and bool(bucket.ok):
-                bucket.failed_refreshes += self._refresh(old, bucket.peers, bucket.world)
+                bucket.failed_refreshes += self._renew(old, bucket.peers, bucket.world)
             looking = [layer for layer in layers if self._looks(bucket, layer)]
             for layer in layers:
                 if layer not in looking and not self.ready(layer.state):  # a rehearsal
-                    layer.rehearse(bucket)
+                    layer.rehearse(bucket.ok)
                 elif layer not in looking:  # the step counts all the same
                     layer.state["statistics"] += bucket.ok
                     layer.state["since_refresh"] += 1
@@ -209,24 +77,30 @@ class Kronecker(Curvature):
             return True
         if not inside and group["factor_every"] == 1:
             return True
-        if self.overdue(state, group, inside):  # then the step begins with a refresh, and looks as it does after that
-            state = {**state, **_caught_up(state, group, inside)}
+        if self._ends(state, group, inside):  # then the step begins with a refresh, and looks as it does after that
+            state = {**state, **caught_up(state, group, inside)}
         steps: int = state["since_refresh"] + 1
         return steps >= interval(state, group, inside) or (not inside and steps % group["factor_every"] == 0)
 
     def refreshes(self, state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -> bool:
         last = not self.ready(state) or state["since_refresh"] + 1 >= interval(state, group, inside)
-        return last and _at_once(state, group, inside)
+        return last and at_once(state, group, inside)
 
     def overdue(self, state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -> bool:
-        if not self.ready(state) or _at_once(state, group, inside):
+        return self._ends(state, group, inside) or serves(state, group, inside)
+
+    def _ends(self, state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -> bool:
+        """Has the basis had its time?"""
+        if not self.ready(state) or at_once(state, group, inside):
             return False
         return bool(state["since_refresh"] >= interval(state, group, inside))
 
     def catch_up(self, players: Sequence[Player], states: Sequence[dict[str, Any]], peers: Sequence[Player]) -> int:
         with full_precision():
             layers = [Layer(player, state) for player, state in zip(players, states, strict=True)]
-            return self._refresh(layers, peers, World())
+            failed = self._serve(layers, World())
+            old = [layer for layer in layers if self._ends(layer.state, layer.player.group, layer.player.inside)]
+            return failed + self._renew(old, peers, World())
 
     def fits(self, state: Mapping[str, Any], params: Sequence[Tensor]) -> bool:
         if "input_factor" not in state:
@@ -238,37 +112,94 @@ class Kronecker(Curvature):
         return "input_basis" in state
 
     def _learn(self, bucket: Bucket, layers: Sequence[Layer], a: Tensor | None) -> None:
-        for portion in bucket.world.portions(layers):
-            self._average_factors(bucket, portion, a)
+        world, new, others = bucket.world, list[Layer](), list[Layer]()
         for layer in layers:
+            (new if self.refreshes(layer.state, bucket.group, layer.player.inside) else others).append(layer)
+            layer.begin(bucket.ok)
+            layer.passes = seen_of(bucket, layer.player, a, keep=world.size == 1 and layer not in new)
+            layer.samples = sum(one.batch for one in layer.passes)
             layer.state["since_refresh"] += 1
-        new = [layer for layer in layers if layer.is_old and _at_once(layer.state, bucket.group, layer.player.inside)]
-        fine = [layer for layer in new if bool(layer.ok)]
-        for layer in new:
+        if world.size == 1:
+            self._weigh(bucket, layers)
+        for portion in world.portions(new):
+            self._average_factors(bucket, portion)
+        self._refresh_now(bucket, new)
+        for portion in world.portions(new):
+            self._average_eigenvalues(bucket, portion)
+        for portion in world.portions(others):
+            self._average_factors(bucket, portion)
+            self._average_eigenvalues(bucket, portion)
+            for layer in portion:
+                layer.passes = []  # with what was kept of them
+
+    @staticmethod
+    def _weigh(bucket: Bucket, layers: Sequence[Layer]) -> None:
+        """How much this step counts in the averages: all in the first one, nothing if it is bad or tells nothing."""
+        if not layers:
+            return
+        statistics = [layer.state["statistics"] for layer in layers]
+        seen = [layer.samples > 0 for layer in layers]
+        ok = bucket.ok.expand(len(layers))
+        if not all(each is True for each in seen):
+            ok = ok * torch.stack([each if isinstance(each, Tensor) else ok.new_full((), each) for each in seen])
+        weights = torch.sub(ok, ok * (torch.stack(statistics) > 0), alpha=bucket.group["factor_decay"])
+        for layer, fine, weight in zip(layers, (ok > 0).unbind(), weights.unbind(), strict=True):
+            layer.ok, layer.weight = fine, weight
+        torch._foreach_add_(statistics, list(ok.unbind()))
+
+    def _average_factors(self, bucket: Bucket, layers: Sequence[Layer]) -> None:
+        sums = [Sums.over(layer.passes, *layer.factors) for layer in layers]
+        if bucket.world.size > 1:
+            sums = [each.to_add_up() for each in sums]
+            bucket.world.sum_([torch.as_tensor(t) for each in sums for t in each])
+            for layer, each in zip(layers, sums, strict=True):
+                layer.samples = each.samples
+            self._weigh(bucket, layers)
+        for layer, each in zip(layers, sums, strict=True):
+            for factor, value in zip(layer.factors, each.factors(), strict=True):
+                layer.average(factor, value)
+
+    def _average_eigenvalues(self, bucket: Bucket, layers: Sequence[Layer]) -> None:
+        if not bucket.group["ekfac"]:
+            return
+        with as_allowed(bucket.ok.device):
+            moments = [squares_over(layer.passes, layer.state["eigenvalues"], *layer.bases) for layer in layers]
+        bucket.world.sum_(moments)
+        for layer, moment in zip(layers, moments, strict=True):
+            layer.average(layer.state["eigenvalues"], layer.samples * moment)  # h̃² / B
+
+    def _refresh_now(self, bucket: Bucket, layers: Sequence[Layer]) -> None:
+        """Of what this very step has seen."""
+        fine = [layer for layer in layers if bool(layer.ok)]
+        for layer in layers:
             if layer not in fine:
                 layer.keep_on()
         bucket.failed_refreshes += self._refresh(fine, bucket.peers, bucket.world)
-        for portion in bucket.world.portions(layers) if bucket.group["ekfac"] else ():
-            moments = [squares_over(layer.passes, layer.state["eigenvalues"], *layer.bases) for layer in portion]
-            bucket.world.sum_(moments)
-            for layer, moment in zip(portion, moments, strict=True):
-                layer.average(layer.state["eigenvalues"], layer.samples * moment)  # h̃² / B
 
-    @staticmethod
-    def _average_factors(bucket: Bucket, layers: Sequence[Layer], a: Tensor | None) -> None:
+    def _renew(self, layers: Sequence[Layer], peers: Sequence[Player], world: World) -> int:
+        """Of what the steps before have left: at once, or begun, to serve some steps later. Returns how many failed."""
+        now = [layer for layer in layers if world.size > 1 or not takes_time(layer.player.group)]
         for layer in layers:
-            layer.begin(bucket.ok)
-            layer.passes = seen_of(bucket, layer.player, a)
-        sums = [Sums.over(layer.passes, *layer.factors) for layer in layers]
-        bucket.world.sum_([t for each in sums for t in each])
-        for layer, each in zip(layers, sums, strict=True):
-            layer.samples = each.samples
-            layer.ok = bucket.ok * (each.samples > 0)  # a bad or empty batch changes nothing
-            started = layer.state["statistics"] > 0
-            layer.weight = (1 - bucket.group["factor_decay"] * started.to(layer.ok)) * layer.ok
-            for factor, value in zip(layer.factors, each.factors(), strict=True):
-                layer.average(factor, value)
-            layer.state["statistics"] += layer.ok
+            if layer not in now and layer.has_learned():
+                layer.set_aside(peers)
+        return self._refresh(now, peers, world)
+
+    def _serve(self, layers: Sequence[Layer], world: World) -> int:
+        """Bases that were begun, and whose time has come. Returns how many failed."""
+        due = [layer for layer in layers if serves(layer.state, layer.player.group, layer.player.inside)]
+        if world.size > 1:
+            every = decompose([factor for layer in due for factor in layer.aside], world)
+        else:
+            every = [eigen for layer in due for eigen in beside.finish(layer.aside)]
+        failed = 0
+        for layer, A, C in zip(due, every[::2], every[1::2], strict=True):
+            if A is not None and C is not None:
+                eigenvalues = self._in_new_basis(layer.player.group, layer.state, A, C)
+                layer.renew(eigenvalues=eigenvalues, input_basis=A[1], output_basis=C[1])
+            else:
+                failed += 1
+            layer.serve(made=A is not None and C is not None)
+        return failed
 
     def _refresh(self, layers: Sequence[Layer], peers: Sequence[Player], world: World) -> int:
         """Renew the eigenbases of layers that are old. A decomposition that fails leaves the old one; returns how many
@@ -281,6 +212,7 @@ class Kronecker(Curvature):
                 eigenvalues = self._in_new_basis(layer.player.group, layer.state, A, C)
                 layer.renew(eigenvalues=eigenvalues, input_basis=A[1], output_basis=C[1])
                 layer.rest(peers)
+                layer.serve(made=True)
             else:
                 failed += 1
                 layer.keep_on()
@@ -293,68 +225,5 @@ class Kronecker(Curvature):
         """
         if not group["ekfac"] or "input_basis" not in state:
             return C[0][:, :, None] * A[0][:, None, :]
-        return turned(state["eigenvalues"], (state["input_basis"], state["output_basis"]), (A[1], C[1]))
-
-
-def interval(state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -> int:
-    """Steps from the last refresh to the next. Where looks are rare, the first ones follow each other quickly, at steps
-    1, 2, 3, 4, 6, 9, …: what the first mini-batch says of an untrained layer is soon out of date.
-    """
-    every, soon = period(group, inside), max(1, state.get("refreshed_at", 0) // 2)
-    if inside or 1 < group["factor_every"] >= soon:
-        every = min(every, soon)
-    elif group["factor_every"] > 1:
-        every = min(every, _whole(soon, group["factor_every"]))
-    early: int = state.get("early", 0)
-    return max(1, every - max(0, early))
-
-
-def period(group: Mapping[str, Any], inside: bool) -> int:
-    """Steps between refreshes once all is under way: as many as were asked for, and on to the next look. The looks at
-    all layers thus stay together; inside a solve there are none in between.
-    """
-    every: int = group["refresh_every"]
-    return every if inside else _whole(every, group["factor_every"])
-
-
-def _whole(steps: int, unit: int) -> int:
-    """Rounded up to a multiple."""
-    return -(-steps // unit) * unit
-
-
-def _caught_up(state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -> dict[str, int]:
-    """What a refresh makes of the counters, if it is due: only the device knows how many steps have counted."""
-    every = interval(state, group, inside)
-    counted = int(state["statistics"])
-    age: int = counted - state.get("refreshed_at", -every)
-    return {"since_refresh": age} if age < every else {"since_refresh": 0, "refreshed_at": counted, "early": 0}
-
-
-def _at_once(state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -> bool:
-    """Does a refresh wait for what its step sees? The first one must, inside a solve looks are there for nothing else,
-    and at every step no basis may be old. All others take what the steps before have left, so that a step as such is
-    always the same, and one in a CUDA graph too.
-    """
-    return inside or group["refresh_every"] == 1 or state.get("refreshed_at", 0) <= 0
-
-
-def stagger(costs: Sequence[float], every: int, unit: int) -> list[int]:
-    """After how many steps, 1 to ``every``, in multiples of ``unit``, each piece of work is done: at evenly spaced
-    times, as much at each as can be.
-    """
-    slots = every // unit
-    times = min(slots, len(costs))
-    if times < 2:
-        return [every] * len(costs)
-    return [(turn + 1) * slots // times * unit for turn in share_out(costs, times)]
-
-
-def _cost(player: Player) -> float:
-    """Of decomposing both factors: n³, of the weight as a matrix."""
-    weight = player.params[0]
-    c = weight.shape[0]
-    return float(c**3 + (weight.numel() // max(1, c)) ** 3)
-
-
-def _eye(factor: Tensor) -> Tensor:
-    return torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device).expand_as(factor).clone()
+        with as_allowed(A[1].device):
+            return turned(state["eigenvalues"], (state["input_basis"], state["output_basis"]), (A[1], C[1]))

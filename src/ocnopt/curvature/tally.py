@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ocnopt.curvature.inputs import Inputs, squared
+from ocnopt.curvature.inputs import Inputs, added, squared
 from ocnopt.layers.base import Adapter, Call, compute_dtype
 from ocnopt.layers.outer import piece_of
 from ocnopt.linalg import full_precision
@@ -43,7 +43,7 @@ class Tally:
         joined = [replace(call, share=length * call.share) for calls, length in pairs for call in calls]
         inputs = Inputs(self.adapter, joined)
         with full_precision():
-            A, C = inputs.sums()
+            A, C = inputs.sums(self.A, self.C)
             self.A += A
             self.C += C
             for call in joined:
@@ -72,15 +72,13 @@ class Tally:
         other.scale = factor if self.scale is None else self.scale * factor
         return other
 
-    def sums(self) -> tuple[Tensor, Tensor]:
+    def sums(self, like_A: Tensor, like_C: Tensor) -> tuple[Tensor, Tensor]:
         """As those of :class:`~ocnopt.curvature.inputs.Inputs`."""
         return self.A, self._scaled(self._scaled(self.C))
 
     def squares(self, U_A: Tensor, U_C: Tensor) -> Tensor:
-        total = torch.zeros_like(self.G[0])
-        for rows in self._pieces():
-            total += squared(self.G[rows], U_A, U_C)
-        return self._scaled(self._scaled(total))
+        G = self.G.transpose(0, 1)
+        return self._scaled(self._scaled(added(squared(G[:, rows], U_A, U_C) for rows in self._pieces())))
 
     def _scaled(self, t: Tensor) -> Tensor:
         return t if self.scale is None else t * self.scale.to(t)

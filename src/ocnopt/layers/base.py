@@ -161,6 +161,10 @@ class Adapter(ABC):
         inputs = self.kronecker_inputs(call)
         return outer_sum(inputs.x), outer_sum(inputs.h)
 
+    def sums_inputs(self, call: Call) -> bool:
+        """Does :meth:`kronecker_sums` form :meth:`kronecker_inputs`? They can then serve for more than that."""
+        return True
+
     def kronecker_gradients(self, call: Call) -> Tensor:
         """The gradient of each sample as a matrix, Σ h x^T over shared: ``[batch, blocks, c, a]``."""
         inputs = self.kronecker_inputs(call)

@@ -45,6 +45,14 @@ class Conv(Affine):
             A = _with_ones(A, _windows(module, x.sum(0, keepdim=True), padding, h.shape[2:])[0].sum(1), h)
         return A, outer_sum(_positions(h, module.groups))
 
+    def sums_inputs(self, call: Call) -> bool:
+        module = _conv(call)
+        if module.padding_mode != "zeros" or isinstance(module.padding, str):
+            return False
+        x, y = (call.h, call.x) if module.transposed else (call.x, call.h)
+        axes, blocks = _axes(module, x, _symmetric(module), y.shape[2:]), module.groups
+        return shifts.cheapest(axes, len(x), blocks, x.shape[1] // blocks, x.device.type) == 0
+
     def kronecker_gradients(self, call: Call) -> Tensor:
         if call.h.device.type != "cpu":  # there a group of channels for each sample is not what libraries are good at
             return super().kronecker_gradients(call)
@@ -214,9 +222,12 @@ def _windows(module: _ConvNd, x: Tensor, padding: list[int], positions: torch.Si
 
 def _outer_of_windows(module: _ConvNd, x: Tensor, padding: list[int], positions: torch.Size) -> Tensor:
     """Σ over batch and positions of w w^T, w a window: ``[blocks, channels of a block × kernel, the same]``."""
+    return shifts.outer(x, _axes(module, x, padding, positions), module.groups)
+
+
+def _axes(module: _ConvNd, x: Tensor, padding: list[int], positions: torch.Size) -> tuple[shifts.Axis, ...]:
     geometry = (x.shape[2:], positions, module.kernel_size, module.stride, module.dilation, padding)
-    axes = [shifts.Axis(*each) for each in zip(*geometry, strict=True)]
-    return shifts.outer(x, axes, module.groups)
+    return tuple(shifts.Axis(*each) for each in zip(*geometry, strict=True))
 
 
 def _with_ones(A: Tensor, sums: Tensor, h: Tensor) -> Tensor:

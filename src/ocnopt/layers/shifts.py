@@ -24,11 +24,21 @@ from torch.nn import functional as F
 
 from ocnopt.layers.outer import piece_of
 
-#: what moving a number and calling a kernel cost, in multiplications of a matrix product. A CPU core: measured, 3x3 and
-#: 7x7 kernels of 3 to 512 channels. Others: an estimate for a large GPU, where a launch takes as long as 10^8 of them
-_CPU, _OTHERS = (128, 2**18), (64, 2**27)
-#: a matrix product with fewer columns is not faster
-_NARROW = 16
+
+class Prices(NamedTuple):
+    """What things cost, in multiplications of a matrix product."""
+
+    move: int  # a number that is copied
+    call: int  # a product of shifted copies, by itself
+    narrow: int  # a matrix product with fewer columns is not faster
+    processors: int  # each of which takes one tile of a product of lines; a product of windows is cut up for all
+
+
+#: a core: measured, 3x3 and 7x7 kernels of 3 to 512 channels
+_CPU = Prices(128, 2**18, 16, 1)
+#: an estimate for a large GPU, where a launch takes as long as 10^8 multiplications, and a product of shifted copies is
+#: three of them
+_OTHERS = Prices(64, 3 * 2**27, 128, 128)
 #: pairs of pixels, times sums that go to them, of which there are about as many: more are neither kept nor worked out
 _MOST = 2**23
 
@@ -123,9 +133,11 @@ def outer(x: Tensor, axes: Sequence[Axis], blocks: int) -> Tensor:
     rest = axes[shifted:]
     numbers = blocks * channels * math.prod(axis.size for axis in axes[:shifted])
     numbers *= math.prod(axis.positions * axis.kernel for axis in rest)
-    total: Tensor = x.new_zeros(())
-    for part in x.split(max(1, piece_of(x.device) // max(1, numbers))):
-        total = total + _sums(_unfolded(part.unflatten(1, (blocks, channels)), rest), axes[:shifted])
+    parts = x.unflatten(1, (blocks, channels)).split(max(1, piece_of(x.device) // max(1, numbers)))
+    sums = (_sums(_unfolded(part, rest), axes[:shifted]) for part in parts)
+    total = sum(sums, next(sums))
+    if not shifted:
+        return total[0]
     pixels = math.prod(axis.kernel for axis in axes[:shifted])
     half = (_placement(axes[:shifted], x.dtype, x.device) @ total.flatten(1)).view(pixels, pixels, *total.shape[1:])
     whole = half + half.permute(1, 0, 2, 4, 3)
@@ -147,14 +159,18 @@ def _is_feasible(axes: tuple[Axis, ...]) -> bool:
 
 @lru_cache(maxsize=4096)
 def _cost(axes: tuple[Axis, ...], shifted: int, batch: int, blocks: int, channels: int, device: str) -> float:
-    move, call = _CPU if device == "cpu" else _OTHERS
+    prices = _CPU if device == "cpu" else _OTHERS
     rest = math.prod(axis.positions * axis.kernel for axis in axes[shifted:])
     samples = batch * math.prod(axis.positions for axis in axes[shifted:])
     f = channels * math.prod(axis.kernel for axis in axes[shifted:])
     count, lines, firsts = _totals(axes[:shifted])
-    products = samples * lines * max(f, _NARROW) ** 2
+    products: float = samples * lines * max(f, prices.narrow) ** 2
     copied = batch * channels * math.prod(axis.size for axis in axes[:shifted]) * rest
-    return blocks * (products + move * (copied + f**2 * firsts)) + call * count
+    if shifted and count:
+        copied += 3 * (channels * math.prod(axis.kernel for axis in axes)) ** 2  # sums are put in place, and mirrored
+        tiles = blocks * firsts / count * math.ceil(f / prices.narrow) ** 2  # of one product
+        products *= max(1.0, prices.processors / tiles)
+    return blocks * (products + prices.move * (copied + f**2 * firsts)) + prices.call * count
 
 
 def _totals(axes: tuple[Axis, ...]) -> tuple[int, int, int]:

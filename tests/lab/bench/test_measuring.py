@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ocnopt.curvature.kronecker import Kronecker
+from ocnopt.curvature.layer import Layer
 from ocnopt.lab import models
 from ocnopt.lab.bench import Settings, benchmark, breakdown, contenders, inside, measure, networks, timing
 from ocnopt.lab.bench.contenders import CONTENDERS, REFRESH, USUAL, choose, find
@@ -164,18 +164,18 @@ def test_a_whole_period_is_timed_step_by_step() -> None:
 
 def test_in_a_period_layers_are_refreshed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     refreshed, by_step = [0], list[int]()
-    refresh, timed = Kronecker._refresh, benchmark.timed
+    renew, timed = Layer.renew, benchmark.timed
 
-    def counted(self: Kronecker, layers: Any, *rest: Any) -> int:
-        refreshed[0] += len(layers)
-        return refresh(self, layers, *rest)
+    def counted(self: Layer, **found: Any) -> None:
+        refreshed[0] += 1
+        renew(self, **found)
 
     def watched(work: Any, *rest: Any) -> float:
         before, ms = refreshed[0], timed(work, *rest)
         by_step.append(refreshed[0] - before)
         return ms
 
-    monkeypatch.setattr(Kronecker, "_refresh", counted)
+    monkeypatch.setattr(Layer, "renew", counted)
     monkeypatch.setattr(benchmark, "timed", watched)
     measure(quick(optimizers=("kronecker-off",), period=True, rounds=REFRESH))
     period = by_step[-REFRESH:]
@@ -198,9 +198,10 @@ def test_graphs_beside_eager_baselines() -> None:
     findings = measure(quick(optimizers=("identity-linear-1", "muon", "ekfac"), graphed=True))
     assert [(r.optimizer, r.graphed) for r in findings.results] == [
         ("sgd", False), ("sgd", True), ("adam", False), ("adam", True), ("identity-linear-1", True), ("muon", False),
-        ("ekfac", False),
+        ("ekfac", False), ("ekfac-captured", True),
     ]  # fmt: skip
-    reasons = [r.reason for r in findings.results]
+    *reasons, stands_in = [r.reason for r in findings.results]
+    assert "graphs are a matter of CUDA" in (stands_in or "")
     assert "graphs are a matter of CUDA" in (reasons[1] or "")
     assert reasons[0] is None
     assert reasons[-2:] == [
@@ -209,6 +210,21 @@ def test_graphs_beside_eager_baselines() -> None:
     ]
     times, _ = findings.tables()
     assert "EKFAC is not in a graph: it counts its steps in Python, to know when a refresh is due." in times.notes
+
+
+def test_what_stands_in_for_ekfac_in_graphs_takes_its_steps() -> None:
+    """On a network without norm layers, and but for momentum, which goes through the metric as gradients do."""
+    found = []
+    for name in ("ekfac", "ekfac-captured"):
+        torch.manual_seed(0)
+        training = Setup(TINY, 8, CPU).build(CONTENDERS[name])
+        start = [p.detach().clone() for p in training.model.parameters()]
+        for group in training.optimizer.param_groups:
+            group.update(lr=0.1, momentum=0.0)
+        training.take(3)
+        found.append([p.detach() - old for p, old in zip(training.model.parameters(), start, strict=True)])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-5)
+    assert min(float(change.abs().max()) for change in found[0]) > 1e-2
 
 
 def test_growth_with_the_rank_is_about_those_that_have_one() -> None:

@@ -66,6 +66,11 @@ def test_amortised_means_are_compared_with_those_of_ekfac() -> None:
     comparison = Comparison([ekfac, ours])
     assert comparison.amortised_to_ekfac(ours) == pytest.approx(1.5)
     assert Comparison([ours]).amortised_to_ekfac(ours) is None
+    captured = [
+        result(n, [t, t], graphed=True, refresh=Refresh(t)) for n, t in (("ekfac-captured", 2.0), ("ours", 3.0))
+    ]
+    assert Comparison([ekfac, *captured]).amortised_to_ekfac(captured[1]) == pytest.approx(1.5)
+    assert Comparison([ekfac, captured[1]]).amortised_to_ekfac(captured[1]) is None
     times, refreshes = of_comparison(comparison)
     assert len(times.rows) == 2
     assert refreshes.rows[1][1:] == ["10.00", "510.00", "at once", "15.00", "1.50", "51.00"]

@@ -15,7 +15,7 @@ import torch
 
 from ocnopt.lab.bench import environment, tables
 from ocnopt.lab.bench.breakdown import Breakdown, break_down
-from ocnopt.lab.bench.contenders import BASELINES, REFRESH, USUAL, Contender, choose
+from ocnopt.lab.bench.contenders import BASELINES, REFRESH, USUAL, Contender, choose, with_captured
 from ocnopt.lab.bench.growth import WAYS, Growth, grow, sizes_of
 from ocnopt.lab.bench.networks import find as find_network
 from ocnopt.lab.bench.peak import peak_memory
@@ -249,6 +249,7 @@ class Entry:
 
 def compare(network: str, contenders: list[Contender], setup: Setup, settings: Settings, tell: Tell) -> list[Result]:
     """All contenders on one batch of one network, in turns."""
+    contenders = with_captured(contenders) if settings.graphed else contenders
     entries = [Entry(c, graphed) for c in contenders for graphed in _kinds(c, settings.graphed)]
     for entry in entries:
         entry.prepare(setup, settings)

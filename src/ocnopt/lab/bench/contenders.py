@@ -1,7 +1,7 @@
 """Who is timed: the optimizers of a benchmark, by names that can be typed.
 
-``sgd``, ``adam``, ``adamw``, ``ekfac``, ``muon``, ``soap``, ``shampoo``, and OCNOpt as ``CURVATURE-off``,
-``CURVATURE-linear-RANK`` or ``CURVATURE-nonlinear-RANK``, where the rank is a number or ``full``.
+``sgd``, ``adam``, ``adamw``, ``ekfac``, ``ekfac-captured``, ``muon``, ``soap``, ``shampoo``, and OCNOpt as
+``CURVATURE-off``, ``CURVATURE-linear-RANK`` or ``CURVATURE-nonlinear-RANK``, where the rank is a number or ``full``.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Contender:
         interval: its option that says how many steps there are from one refresh to the next, if it has any.
         package: what it comes from, where that is not torch.
         why_eager: why no CUDA graph can make its steps, if that is so.
+        captured: the contender whose steps are the same, and which a CUDA graph can make, if there is one.
         game: curvature, feedback and rank, of OCNOpt.
     """
 
@@ -56,6 +57,7 @@ class Contender:
     package: str | None = None
     game: tuple[str, str, str] | None = None
     why_eager: str | None = None
+    captured: str | None = None
 
     @property
     def why_missing(self) -> str | None:
@@ -109,6 +111,14 @@ def _ekfac(model: nn.Module, captured: bool) -> AnyOptimizer:
     return EKFAC(model.parameters(), RATE, model=model, momentum=0.9, refresh_every=REFRESH)
 
 
+def _ekfac_captured(model: nn.Module, captured: bool) -> AnyOptimizer:
+    """OCNOpt without feedback is EKFAC, up to momentum and norm layers, and graphs can make its steps."""
+    options: dict[str, Any] = {"momentum": 0.9, "ema": False, "damping": 1e-2, "factor_decay": 0.95}
+    return OCNOpt(
+        model.parameters(), RATE, model=model, curvature="kronecker", feedback="off", refresh_every=REFRESH, **options
+    )
+
+
 def _muon(model: nn.Module, captured: bool) -> AnyOptimizer:
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     return MuonAdamW(model.parameters(), RATE, 0.95, 0.01, tables)
@@ -145,7 +155,8 @@ _OTHERS = (
     Contender("adam", "Adam (fused)", _adam),
     Contender("adamw", "AdamW", _adamw),
     Contender("muon", "Muon + AdamW", _muon, why_eager="it is two optimizers, and a graph is about one"),
-    Contender("ekfac", "EKFAC", _ekfac, "refresh_every", why_eager=_COUNTS),
+    Contender("ekfac", "EKFAC", _ekfac, "refresh_every", why_eager=_COUNTS, captured="ekfac-captured"),
+    Contender("ekfac-captured", "EKFAC (OCNOpt kronecker, off)", _ekfac_captured, "refresh_every"),
     Contender(
         "soap",
         "SOAP",
@@ -201,6 +212,16 @@ def find(pattern: str) -> list[Contender]:
             f"got {pattern!r}" + (f"; did you mean {close[0]!r}?" if close else "")
         )
     return found
+
+
+def with_captured(contenders: Iterable[Contender]) -> list[Contender]:
+    """Beside each that no graph can make steps of, the one that takes its place in graphs."""
+    found = {}
+    for contender in contenders:
+        found[contender.name] = contender
+        if contender.captured is not None:
+            found[contender.captured] = CONTENDERS[contender.captured]
+    return list(found.values())
 
 
 def choose(patterns: Iterable[str]) -> tuple[list[Contender], list[str]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ocnopt.lab.bench.contenders import BASELINES, REFRESH
+from ocnopt.lab.bench.contenders import BASELINES, CONTENDERS, REFRESH
 from ocnopt.lab.bench.timing import Spread, ratio
 
 
@@ -87,7 +87,9 @@ class Comparison:
         return {name: ratio(result.rounds_ms, base.rounds_ms) for name, base in to.items() if base is not None}
 
     def amortised_to_ekfac(self, result: Result) -> float | None:
-        ekfac = self.find("ekfac", graphed=False)  # there is no other
+        """To that of the same kind: in graphs, to the contender that takes its steps there."""
+        name = CONTENDERS["ekfac"].captured if result.graphed else "ekfac"
+        ekfac = None if name is None else self.find(name, result.graphed)
         return None if ekfac is None or result.refresh is None else result.amortised / ekfac.amortised
 
     def memory_ratios(self, result: Result) -> dict[str, float]:
