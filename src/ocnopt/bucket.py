@@ -214,12 +214,12 @@ class Bucket:
         few, index = selected
         mu, theirs = self.group["momentum"], parts(few.params)
         taken = self.fictitious * (self._intake if mu and not self._looks_ahead else 1 + mu)
-        gradients, weights = self.preconditioned.select(index), w * self.stride
+        gradients = self.preconditioned.select(index)
         if self.pending is None:
-            gradients.add_to(theirs, weights, -taken)
+            gradients.add_to(theirs, w, -taken, self.stride)
         else:
             change = [self.pending[i] for i in index]
-            gradients.add_to(change, weights, taken)
+            gradients.add_to(change, w, taken, self.stride)
             torch._foreach_sub_(theirs, change)
         self.steered.append((index, w))
 

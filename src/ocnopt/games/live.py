@@ -90,8 +90,8 @@ class Live:
                 return f"the input of {name_of(call)!r} was overwritten in place"
         if any(reading.overwritten for reading in self.this.readings.values()):
             return "what lies between its layers was overwritten in place"
-        known = part.rank == 1 or (not self.this.mixed and all(self._by_sample(n, part.groups.batch) for n in self.terms))
-        if not known:
+        by_sample = (self._by_sample(source, part.groups.batch) for source in self.terms)
+        if part.rank > 1 and (self.this.mixed or not all(by_sample)):
             return "it cannot be told whether dimension 0 of all tensors between the layers runs over the samples"
         return None
 

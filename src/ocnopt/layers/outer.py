@@ -62,9 +62,25 @@ def _gram_by_pairs(x: Tensor, h: Tensor) -> Tensor:
     K = x.new_zeros(batch, batch)
     for samples in pieces(batch, blocks * batch * shared**2):
         part = slice(samples.start * shared, samples.stop * shared)
-        pairs = (x[:, part] @ x.mT) * (h[:, part] @ h.mT)
+        pairs = products(x[:, part], x) * products(h[:, part], h)
         K[samples] = pairs.reshape(blocks, len(K[samples]), shared, batch, shared).sum((0, 2, 4))
     return K
+
+
+def products(x: Tensor, y: Tensor) -> Tensor:
+    """x y^T of ``[blocks, n, a]`` and ``[blocks, m, a]``. Where a is long, few numbers come out, and a GPU has
+    nothing to do side by side but parts of the same sums.
+    """
+    parts = 1 if x.device.type == "cpu" else parts_of(x.shape[-1])
+    if parts == 1:
+        return x @ y.mT
+    x, y = (v.unflatten(-1, (parts, -1)).transpose(1, 2) for v in (x, y))
+    return (x @ y.mT).sum(1)
+
+
+def parts_of(length: int) -> int:
+    """Into how many equal parts to cut a sum of so many products: at most 32, of 128 or more."""
+    return next(n for n in range(min(32, max(1, length // 128)), 0, -1) if length % n == 0)
 
 
 def _gram_by_gradients(x: Tensor, h: Tensor) -> Tensor:
