@@ -233,8 +233,7 @@ class Bucket:
             self._coast(m)
         else:
             torch._foreach_copy_(m, self.coasted)
-        for index, w in self.steered:
-            self.gradients.select(index).add_to([m[i] for i in index], w, self.fictitious * self._intake)
+        self.gradients.add_each(m, self.steered, self.fictitious * self._intake)
 
     @property
     def _few_digits(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence, Set
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -206,16 +207,24 @@ class Forms:
         return torch.zeros(self.samples.groups.rank, *p.shape, dtype=compute_dtype(p.dtype), device=p.device)
 
     def _gram(self, players: Sequence[Player], grads: Sequence[Tensor] | None, fractions: Tensor) -> Gram:
-        rows, calls = [], {}
-        for player in players:  # the identity metric: one parameter a player
+        records = {id(record): record for player in players for record in self.calls.records(player)}
+        calls = dict(zip(records, self._cleaned_calls([record.call() for record in records.values()]), strict=True))
+        rows = []
+        for player in players:  # the identity metric: one parameter a player, one record
             (record,) = self.calls.records(player)
-            if id(record) not in calls:
-                call = record.call()
-                args, kwargs = mapped(self._masked, (call.args, call.kwargs))
-                calls[id(record)] = replace(call, args=args, kwargs=kwargs, h=self._cleaned(call.h), memo={})
             assert player.adapter is not None
             rows.append(GramRow(player.adapter, calls[id(record)], player.own_names[0]))
         return Gram.of(rows, grads, self.samples.groups, fractions)
+
+    def _cleaned_calls(self, calls: Sequence[Call]) -> list[Call]:
+        """Copies, unless there is nothing to clean."""
+        if self._is_fine:
+            return [replace(call, h=-call.h if self.maximize else call.h, memo={}) for call in calls]
+        found = []
+        for call in calls:
+            args, kwargs = mapped(self._masked, (call.args, call.kwargs))
+            found.append(replace(call, args=args, kwargs=kwargs, h=self._cleaned(call.h), memo={}))
+        return found
 
     def _gradient(self, use: Use) -> Tensor:
         """Group gradients of one parameter as one module uses it, summed over the module's calls."""
@@ -243,10 +252,15 @@ class Forms:
 
     def _all_cleaned(self, tensors: list[Tensor]) -> list[Tensor]:
         """The same, all at once; may overwrite them."""
-        if self.ok is not None and not (self.ok.device.type == "cpu" and bool(self.ok)):  # nobody waits for a CPU
+        if not self._is_fine and self.ok is not None:
             tensors = [t.contiguous() for t in tensors]
             mask_(tensors, self.ok.to(tensors[0].device))
         return list(torch._foreach_neg(tensors)) if self.maximize else tensors
+
+    @cached_property
+    def _is_fine(self) -> bool:
+        """Is it known that there is nothing to mask? Nobody waits for a CPU."""
+        return self.ok is None or (self.ok.device.type == "cpu" and bool(self.ok))
 
     def _masked(self, t: Tensor) -> Tensor:
         if self.ok is None or not t.is_floating_point():

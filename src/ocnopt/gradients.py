@@ -52,6 +52,13 @@ class GroupGradients(ABC):
         """The same, for the last time: the memory of the gradients may be used for it."""
         self.add_to(tensors, w, scale)
 
+    def add_each(
+        self, tensors: Sequence[Tensor], steered: Sequence[tuple[Sequence[int], Tensor]], scale: float = 1.0
+    ) -> None:
+        """The same with other weights for others of the parameters: which, and w."""
+        for index, w in steered:
+            self.select(index).add_to([tensors[i] for i in index], w, scale)
+
     @abstractmethod
     def preconditioned(self, metric: Metric) -> GroupGradients:
         """C^{-1} G."""
@@ -152,6 +159,22 @@ class Explicit(GroupGradients):
             else:
                 t.add_(torch.mv(_rows(G).T, w).view(t.shape), alpha=scale)
 
+    def add_each(
+        self, tensors: Sequence[Tensor], steered: Sequence[tuple[Sequence[int], Tensor]], scale: float = 1.0
+    ) -> None:
+        weights = {i: w for index, w in steered for i in index}
+        order = list(weights)
+        short = [order[n] for n in together([_rows(self.columns[i]) for i in order])]
+        if short:
+            G = side_by_side([_rows(self.columns[i]) for i in short]).transpose(0, 1)
+            w = torch.stack([weights[i] for i in short])
+            mixed = torch.bmm(w[:, None], G)[:, 0].unbind()
+            theirs = [tensors[i] for i in short]
+            views = [v[: t.numel()].view(t.shape) for t, v in zip(theirs, mixed, strict=True)]
+            torch._foreach_add_(theirs, views, alpha=scale)
+        for i in (i for i in order if i not in short):
+            self.select([i]).add_to([tensors[i]], weights[i], scale)
+
     def preconditioned(self, metric: Metric) -> Explicit:
         return self if metric.is_identity else Explicit(metric.solve(self.columns), self.fractions)
 
@@ -208,6 +231,12 @@ def side_by_side(rows: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts), 1).view(r, len(rows), width)
 
 
+def together(rows: Sequence[Tensor]) -> list[int]:
+    """Which of these to multiply in one batch: where a launch takes longer than a copy, the short ones."""
+    short = [i for i, each in enumerate(rows) if each.device.type != "cpu" and is_short(each)]
+    return short if len(short) > 1 else []
+
+
 @lru_cache(maxsize=64)
 def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(count, dtype=dtype, device=device)
@@ -215,16 +244,10 @@ def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def row_products(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
     """``[n, r, s]``: x y^T of each pair ``[r, P]`` and ``[s, P]``."""
-    short = [i for i, x in enumerate(xs) if x.device.type != "cpu" and is_short(x)]
-    return _row_products(xs, ys, short if len(short) > 1 else [])
-
-
-def _row_products(xs: Sequence[Tensor], ys: Sequence[Tensor], together: Sequence[int]) -> Tensor:
-    """``together``: those of one batched product."""
-    found: dict[int, Tensor] = {}
-    if together:
-        x, y = (side_by_side([each[i] for i in together]).transpose(0, 1) for each in (xs, ys))
-        found = dict(zip(together, torch.bmm(x, y.mT).unbind(), strict=True))
+    short, found = together(xs), dict[int, Tensor]()
+    if short:
+        x, y = (side_by_side([each[i] for i in short]).transpose(0, 1) for each in (xs, ys))
+        found = dict(zip(short, torch.bmm(x, y.mT).unbind(), strict=True))
     return torch.stack([found[i] if i in found else x @ y.T for i, (x, y) in enumerate(zip(xs, ys, strict=True))])
 
 
@@ -286,7 +309,7 @@ class Gram(GroupGradients):
         for row in self.rows:
             if id(row.call) not in grams:
                 grams[id(row.call)] = row.adapter.grams(row.call)
-        K = torch.stack([self.groups.sum(self.groups.sum(grams[id(row.call)][row.name]).T) for row in self.rows])
+        K = torch.stack([self.groups.sum_pairs(grams[id(row.call)][row.name]) for row in self.rows])
         if self.rests is None:
             return K
         cross = self._samples(self.rests)[:, :, None] * self.fractions

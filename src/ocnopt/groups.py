@@ -78,6 +78,13 @@ class Groups:
         out = rows.new_zeros(self.rank, *rows.shape[1:])
         return out.index_add_(0, self.of_rows(rows.device), rows)
 
+    def sum_pairs(self, matrix: Tensor) -> Tensor:
+        """The same of rows and columns: ``[B, B] -> [r, r]``."""
+        if self.even:
+            size = self.rank, self.batch // self.rank
+            return matrix.reshape(*size, *size).sum((1, 3))
+        return self.sum(self.sum(matrix).T).T
+
     def split(self, rows: Tensor) -> Tensor:
         """One slab of rows per group: ``[B, ...] -> [r, max n, ...]``, short groups filled up with zeros."""
         if self.even:

@@ -69,15 +69,15 @@ class Affine(Adapter):
     def project(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
         # The output is linear in the parameters: ⟨g_i, v⟩ = ⟨h_i, output with v for the parameters⟩.
         _, h = outer.operands(call)
-        total = h.new_zeros(call.batch)
+        terms = []
         for name, v in direction.items():
             if name == "weight":
-                total += torch.linalg.vecdot(h.flatten(1), self.apply(call, v.to(h.dtype)).flatten(1))
+                terms.append(torch.linalg.vecdot(h.flatten(1), self.apply(call, v.to(h.dtype)).flatten(1)))
             elif name == "bias":
-                total += self._bias_rows(call) @ v.to(h.dtype)
+                terms.append(self._bias_rows(call) @ v.to(h.dtype))
             else:
                 raise KeyError(f"direction has {name!r}, which is not a parameter of {call.module}")
-        return total
+        return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
 
     def prefers_gram(self, call: Call, rank: int) -> bool:
         return outer.gram_is_cheaper(call.batch, *self.sizes(call), rank)
