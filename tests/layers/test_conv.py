@@ -192,6 +192,8 @@ def test_the_gram_form_is_chosen_where_it_is_cheaper() -> None:
         ("cpu", 64, 16, (16, 16, 3, 3), 1, conv.Way.FOLDED),
         ("cpu", 64, 16, (16, 12, 3, 3), 1, conv.Way.IN_TURN),  # not in eights
         ("cpu", 8, 16, (32, 1, 3, 3), 32, conv.Way.FOLDED),
+        ("cpu", 8, 784, (32, 1, 3, 3), 1, conv.Way.FOLDED),
+        ("cpu", 8, 784, (32, 2, 3, 3), 1, conv.Way.IN_TURN),
         ("cuda", 8, 16, (128, 128, 3, 3), 1, conv.Way.WINDOWS),
         ("cuda", 8, 56 * 56, (64, 64, 3, 3), 1, conv.Way.FOLDED),  # too many windows to write down
         ("cuda", 8, 16, (32, 1, 3, 3), 32, conv.Way.FOLDED),

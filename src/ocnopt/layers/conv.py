@@ -293,8 +293,9 @@ def way(device: str, groups: Groups, positions: int, weight: Sequence[int], bloc
     Measured on a CPU core (float32, 3×3 kernels, 8 to 64 channels, batch 64 and 128, r = 4 to B): where oneDNN has a
     kernel for the folded layout (channels of a block in eights, or depthwise), the weight is small and a group of so
     few positions that a call hardly pays for itself, folding is 1.5 to 4 times faster than taking the groups in
-    turn; elsewhere it is up to 4 times slower. Windows and a batched matrix product were 2 to 6 times slower than the
-    better of the two nearly everywhere.
+    turn; elsewhere it is up to 4 times slower. With one channel in a block it is 1 to 7 times faster everywhere (6 to
+    64 channels out, 8×8 to 28×28 pixels, r = 4 to 32; with two it depends, with three it is mostly slower). Windows and
+    a batched matrix product were 2 to 6 times slower than the better of the two nearly everywhere.
 
     On other devices every call is a few launches. cuDNN takes wide groups of channels in turn; a matrix product does
     not, and windows cost little as long as they fit into a piece.
@@ -305,7 +306,7 @@ def way(device: str, groups: Groups, positions: int, weight: Sequence[int], bloc
         fits = groups.batch * positions * math.prod(weight[1:]) <= outer.PIECE
         return Way.WINDOWS if fits and blocks == 1 else Way.FOLDED
     channels, size = (weight[0] // blocks, weight[1]), math.prod(weight)
-    if channels == (1, 1):
+    if channels[1] == 1:
         return Way.FOLDED if size <= 2**16 else Way.IN_TURN
     few = size <= 2**14 and size * groups.batch * positions <= 3e6 * groups.rank
     return Way.FOLDED if few and all(n % 8 == 0 for n in channels) else Way.IN_TURN
