@@ -195,14 +195,14 @@ class Explicit(GroupGradients):
         """
         found = list(columns)
         touched = [i for i, g in enumerate(grads) if g is not None]
-        short = [i for i in touched if is_short(_rows(columns[i]))]
-        if len(short) > 1:
+        short = [touched[n] for n in together([_rows(columns[i]) for i in touched])]
+        if short:
             laid_out = side_by_side([_rows(columns[i]) for i in short])
             whole = side_by_side([g.reshape(1, -1) for i in short if (g := grads[i]) is not None])
             views = _adding_up_to(whole[0], laid_out, fractions).unbind(1)
             for i, G in zip(short, views, strict=True):
                 found[i] = G[:, : columns[i][0].numel()].view(columns[i].shape)
-        for i in touched if len(short) < 2 else [i for i in touched if i not in short]:
+        for i in (i for i in touched if i not in short):
             grad = grads[i]
             assert grad is not None
             found[i] = _adding_up_to(grad, columns[i], fractions)

@@ -226,8 +226,12 @@ def test_short_gradients_side_by_side(rank: int, monkeypatch: pytest.MonkeyPatch
         assert_close(found, known, "side by side")
 
 
-def test_columns_add_up() -> None:
+@pytest.mark.parametrize("short", [0, 10])
+def test_columns_add_up(short: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that must, side by side where they are short; the others stay what they are."""
+    monkeypatch.setattr(
+        ocnopt.gradients, "together", lambda rows: [i for i, G in enumerate(rows) if G.shape[1] < short]
+    )
     shapes, fractions = [(4,), (2, 3), (), (3, 2000), (5,)], torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
     found, grads = columns(shapes, 3), [G[0] for G in columns(shapes, 1)]
     known = [None, *grads[1:]]

@@ -28,27 +28,22 @@ class Net(nn.Module):
         return self.head(torch.tanh(x))
 
 
-def run(how: str, game: dict[str, Any], steps: int = 3) -> tuple[list[Tensor], list[dict[str, Any]]]:
+def run(how: str, game: dict[str, Any]) -> tuple[list[Tensor], list[dict[str, Any]]]:
     torch.manual_seed(0)
     model = Net(how).double()
     opt = OCNOpt(model.parameters(), 0.05, model=model, **game)
     torch.manual_seed(1)
-    train(model, opt, batches(steps))
+    train(model, opt, batches(3))
     return values(model), state_of(opt)
 
 
 @pytest.mark.parametrize("game", GAMES, ids=name_of)
 def test_the_same_steps(game: dict[str, Any]) -> None:
-    """Above rank 1 up to rounding: what is kept is split into groups in the backward pass, the rest in the step.
-
-    In paper mode with a group for each sample, Kronecker statistics are made of what cuts leave: there rounding, 1e-16
-    of any group gradient, turns the eigenvectors of zeros, and is percents of the parameters two steps later.
-    """
-    grows = (game["curvature"], game["rank"], game["bellman"]) == ("kronecker", "full", "paper")
-    ours, theirs = (run(how, game, 1 if grows else 3) for how in ("computed again", "kept"))
+    """Above rank 1 up to rounding: what is kept is split into groups in the backward pass, the rest in the step."""
+    ours, theirs = run("computed again", game), run("kept", game)
     if game["rank"] == 1:
         assert_identical(ours, theirs)
-    torch.testing.assert_close(*(each[0] if grows else each for each in (ours, theirs)), rtol=1e-7, atol=1e-10)
+    torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-10)
 
 
 def test_the_old_kind_is_right_at_rank_one() -> None:
