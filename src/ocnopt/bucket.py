@@ -138,12 +138,12 @@ class Bucket(Actor):
         few, index = selected
         mu, theirs, w = self.group["momentum"], few.parts(few.params), answer.w
         taken = self.fictitious * (self.intake if mu and not self.looks_ahead else 1 + mu)
-        gradients, weights = self.preconditioned.select(index), w * self.stride
+        gradients = self.preconditioned.select(index)
         if self.pending is None:
-            gradients.add_to(theirs, weights, -taken)
+            gradients.add_to(theirs, w, -taken, self.stride)
         else:
             change = [self.pending[i] for i in index]
-            gradients.add_to(change, weights, taken)
+            gradients.add_to(change, w, taken, self.stride)
             torch._foreach_sub_(theirs, change)
         self.steered.append((index, w))
 
@@ -156,8 +156,7 @@ class Bucket(Actor):
             self._coast(m)
         else:
             torch._foreach_copy_(m, self.coasted)
-        for index, w in self.steered:
-            self.gradients.select(index).add_to([m[i] for i in index], w, self.fictitious * self.intake)
+        self.gradients.add_each(m, self.steered, self.fictitious * self.intake)
 
     @property
     def _few_digits(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence, Set
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ from ocnopt.gradients import Explicit, Gram, GramRow, GroupGradients, Shared
 from ocnopt.groups import Part, Samples
 from ocnopt.hosts import Host
 from ocnopt.layers.base import Call, compute_dtype
-from ocnopt.multi import masked
+from ocnopt.multi import mask_, masked
+from ocnopt.once import nothing_else
 from ocnopt.players import Player, Use
 from ocnopt.records import Folded, Pass, Record
 from ocnopt.shelves import Shelf
@@ -118,6 +120,10 @@ def _why_unusable_inside(record: Record, use: Use) -> str | None:
     return _ROWS if record.name in mixed or (batch is not None and not sizes <= {(batch,)}) else None
 
 
+def _lasting(call: Call, G: Tensor) -> Tensor:
+    return G if call.duration == 1 else call.duration * G
+
+
 class Forms:
     """Chooses and builds the group gradients of players."""
 
@@ -170,11 +176,21 @@ class Forms:
             known = ok is not None and isinstance(shelf.curvature, Identity)
             return Shared(grads, fractions, self._masked(squares) if known else None)
         if shelf.kind is Explicit:
-            columns = [G for player in shelf.players for G in self.columns(player)]
+            columns = self._all_cleaned([G for player in shelf.players for G in self.columns(player)])
             self.world.sum_(columns)
-            whole = [Explicit.adding_up_to(g, G, fractions) for g, G in zip(grads, columns, strict=True)]
-            return Explicit(whole, fractions)
-        return self._gram(shelf.players, grads, fractions)
+            sums = zip(grads, self._are_sums(shelf), strict=True)
+            return Explicit.of(columns, [None if known else g for g, known in sums], fractions)
+        return self._gram(shelf.players, None if all(self._are_sums(shelf)) else grads, fractions)
+
+    def _are_sums(self, shelf: Shelf) -> list[bool]:
+        """Of each parameter: is it known that its columns add up to the gradient as it is?"""
+        uses = [uses for player in shelf.players for uses in player.uses]
+        return [self._is_sum(p, theirs) for p, theirs in zip(shelf.params, uses, strict=True)]
+
+    def _is_sum(self, p: Tensor, uses: Sequence[Use]) -> bool:
+        records = [record for use in uses for record in self.calls.by_module.get(use.module_name, ())]
+        alone = len(records) == len(uses) == 1 and self.folded is None and self.world.size == 1
+        return alone and nothing_else(records[0], uses[0].own_name, p.grad)
 
     def columns(self, player: Player) -> list[Tensor]:
         """``[r, *shape]`` of each parameter of a player, as the tape tells it."""
@@ -182,7 +198,7 @@ class Forms:
         for p, uses in zip(player.params, player.uses, strict=True):
             parts = [self._gradient(use) for use in uses if use.module_name in self.calls]
             before = None if self.folded is None else self.folded.of(p, self.samples)
-            parts += [] if before is None else [self._cleaned(before)]
+            parts += [] if before is None else [before]
             found.append(self._summed(parts) if parts else self._nothing(p))
         return found
 
@@ -190,23 +206,31 @@ class Forms:
         """Of a parameter that is used by other processes only."""
         return torch.zeros(self.samples.groups.rank, *p.shape, dtype=compute_dtype(p.dtype), device=p.device)
 
-    def _gram(self, players: Sequence[Player], grads: Sequence[Tensor], fractions: Tensor) -> Gram:
-        rows, calls = [], {}
-        for player, grad in zip(players, grads, strict=True):  # the identity metric: one parameter a player
+    def _gram(self, players: Sequence[Player], grads: Sequence[Tensor] | None, fractions: Tensor) -> Gram:
+        records = {id(record): record for player in players for record in self.calls.records(player)}
+        calls = dict(zip(records, self._cleaned_calls([record.call() for record in records.values()]), strict=True))
+        rows = []
+        for player in players:  # the identity metric: one parameter a player, one record
             (record,) = self.calls.records(player)
-            if id(record) not in calls:
-                call = record.call()
-                args, kwargs = mapped(self._masked, (call.args, call.kwargs))
-                calls[id(record)] = replace(call, args=args, kwargs=kwargs, h=self._cleaned(call.h))
             assert player.adapter is not None
-            rows.append(GramRow(player.adapter, calls[id(record)], player.own_names[0], grad))
-        return Gram.of(rows, self.samples.groups, fractions)
+            rows.append(GramRow(player.adapter, calls[id(record)], player.own_names[0]))
+        return Gram.of(rows, grads, self.samples.groups, fractions)
+
+    def _cleaned_calls(self, calls: Sequence[Call]) -> list[Call]:
+        """Copies, unless there is nothing to clean."""
+        if self._is_fine:
+            return [replace(call, h=-call.h if self.maximize else call.h, memo={}) for call in calls]
+        found = []
+        for call in calls:
+            args, kwargs = mapped(self._masked, (call.args, call.kwargs))
+            found.append(replace(call, args=args, kwargs=kwargs, h=self._cleaned(call.h), memo={}))
+        return found
 
     def _gradient(self, use: Use) -> Tensor:
         """Group gradients of one parameter as one module uses it, summed over the module's calls."""
         total = None
         for record in self.calls.by_module[use.module_name]:
-            total = self.samples.of(record.origin).add(total, self._of_record(record, use)[use.own_name])
+            total = self.samples.of(record.origin).add(total, self._of_record(record, use).pop(use.own_name))
         assert total is not None
         return total
 
@@ -219,12 +243,24 @@ class Forms:
             found = None if use.path else record.split(groups)
             if found is None:
                 parts = [
-                    {n: call.duration * G for n, G in use.adapter.group_gradients(call, groups).items()}
+                    {n: _lasting(call, G) for n, G in use.adapter.group_gradients(call, groups).items()}
                     for call in record.calls(use.path)
                 ]
                 found = {n: self._summed([part[n] for part in parts]) for n in parts[0]}
-            self._columns[key] = {n: self._cleaned(G) for n, G in found.items()}
+            self._columns[key], record.columns = found, {}  # nobody else holds them
         return self._columns[key]
+
+    def _all_cleaned(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The same, all at once; may overwrite them."""
+        if not self._is_fine and self.ok is not None:
+            tensors = [t.contiguous() for t in tensors]
+            mask_(tensors, self.ok.to(tensors[0].device))
+        return list(torch._foreach_neg(tensors)) if self.maximize else tensors
+
+    @cached_property
+    def _is_fine(self) -> bool:
+        """Is it known that there is nothing to mask? Nobody waits for a CPU."""
+        return self.ok is None or (self.ok.device.type == "cpu" and bool(self.ok))
 
     def _masked(self, t: Tensor) -> Tensor:
         if self.ok is None or not t.is_floating_point():

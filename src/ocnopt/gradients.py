@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 #: up to so many tensors one operation each is as quick as two for all of them
 _FEW = 4
 
+#: gradients of at most so many numbers (biases, norms) are laid side by side
+_SHORT = 2**12
+
 
 class GroupGradients(ABC):
     """G: one column per group of samples, rows over the parameters of a bucket."""
@@ -40,13 +44,20 @@ class GroupGradients(ABC):
         """G 1: the gradient."""
         return self.mix(self.fractions.new_ones(len(self.fractions)))
 
-    def add_to(self, tensors: Sequence[Tensor], w: Tensor, scale: float = 1.0) -> None:
-        """tensors ← tensors + scale · G w."""
-        torch._foreach_add_(list(tensors), self.mix(w), alpha=scale)
+    def add_to(self, tensors: Sequence[Tensor], w: Tensor, scale: float = 1.0, stride: Tensor | None = None) -> None:
+        """tensors ← tensors + scale · stride · G w."""
+        torch._foreach_add_(list(tensors), self.mix(_times(w, stride)), alpha=scale)
 
     def give_to(self, tensors: Sequence[Tensor], w: Tensor, scale: float = 1.0) -> None:
         """The same, for the last time: the memory of the gradients may be used for it."""
         self.add_to(tensors, w, scale)
+
+    def add_each(
+        self, tensors: Sequence[Tensor], steered: Sequence[tuple[Sequence[int], Tensor]], scale: float = 1.0
+    ) -> None:
+        """The same with other weights for others of the parameters: which, and w."""
+        for index, w in steered:
+            self.select(index).add_to([tensors[i] for i in index], w, scale)
 
     @abstractmethod
     def preconditioned(self, metric: Metric) -> GroupGradients:
@@ -69,6 +80,10 @@ class GroupGradients(ABC):
         """The part that belongs to the named parameters."""
 
 
+def _times(w: Tensor, stride: Tensor | None) -> Tensor:
+    return w if stride is None else w * stride
+
+
 @dataclass
 class Shared(GroupGradients):
     """G = p.grad · ν^T with ν = n/B."""
@@ -80,11 +95,11 @@ class Shared(GroupGradients):
     def mix(self, w: Tensor) -> list[Tensor]:
         return list(torch._foreach_mul(self.grads, self._share(w)))
 
-    def add_to(self, tensors: Sequence[Tensor], w: Tensor, scale: float = 1.0) -> None:
+    def add_to(self, tensors: Sequence[Tensor], w: Tensor, scale: float = 1.0, stride: Tensor | None = None) -> None:
         if len(tensors) > _FEW:
-            super().add_to(tensors, w, scale)
+            super().add_to(tensors, w, scale, stride)
             return
-        share = self._share(w)
+        share = self._share(_times(w, stride))
         for t, g in zip(tensors, self.grads, strict=True):
             t.addcmul_(g, share, value=scale)
 
@@ -136,32 +151,67 @@ class Explicit(GroupGradients):
     def mix(self, w: Tensor) -> list[Tensor]:
         return [torch.mv(_rows(G).T, w).view(G.shape[1:]) for G in self.columns]
 
-    def add_to(self, tensors: Sequence[Tensor], w: Tensor, scale: float = 1.0) -> None:
+    def add_to(self, tensors: Sequence[Tensor], w: Tensor, scale: float = 1.0, stride: Tensor | None = None) -> None:
+        w = _times(w, stride)
         for t, G in zip(tensors, self.columns, strict=True):
             if t.is_contiguous():
                 t.view(-1).addmv_(_rows(G).T, w, alpha=scale)
             else:
                 t.add_(torch.mv(_rows(G).T, w).view(t.shape), alpha=scale)
 
+    def add_each(
+        self, tensors: Sequence[Tensor], steered: Sequence[tuple[Sequence[int], Tensor]], scale: float = 1.0
+    ) -> None:
+        weights = {i: w for index, w in steered for i in index}
+        order = list(weights)
+        short = [order[n] for n in together([_rows(self.columns[i]) for i in order])]
+        if short:
+            G = side_by_side([_rows(self.columns[i]) for i in short]).transpose(0, 1)
+            w = torch.stack([weights[i] for i in short])
+            mixed = torch.bmm(w[:, None], G)[:, 0].unbind()
+            theirs = [tensors[i] for i in short]
+            views = [v[: t.numel()].view(t.shape) for t, v in zip(theirs, mixed, strict=True)]
+            torch._foreach_add_(theirs, views, alpha=scale)
+        for i in (i for i in order if i not in short):
+            self.select([i]).add_to([tensors[i]], weights[i], scale)
+
     def preconditioned(self, metric: Metric) -> Explicit:
         return self if metric.is_identity else Explicit(metric.solve(self.columns), self.fractions)
 
     def kernels(self, other: GroupGradients) -> Tensor:
         assert isinstance(other, Explicit)
-        pairs = zip(self.columns, other.columns, strict=True)
-        return torch.stack([_rows(G) @ _rows(G2).T for G, G2 in pairs])
+        return row_products([_rows(G) for G in self.columns], [_rows(G) for G in other.columns])
 
     def project(self, vectors: Sequence[Tensor]) -> Tensor:
-        return torch.stack([_rows(G) @ v.reshape(-1) for G, v in zip(self.columns, vectors, strict=True)])
+        return row_products([_rows(G) for G in self.columns], [v.reshape(1, -1) for v in vectors])[..., 0]
 
     def select(self, parameters: Sequence[int]) -> Explicit:
         return Explicit([self.columns[i] for i in parameters], self.fractions)
 
-    @staticmethod
-    def adding_up_to(grad: Tensor, columns: Tensor, fractions: Tensor) -> Tensor:
-        """Spread over the groups whatever happened to ``p.grad`` after the backward pass (clipping, penalties)."""
-        rest = grad - columns.sum(0)
-        return torch.addr(_rows(columns), fractions, rest.reshape(-1)).reshape(columns.shape)
+    @classmethod
+    def of(cls, columns: Sequence[Tensor], grads: Sequence[Tensor | None], fractions: Tensor) -> Explicit:
+        """Columns that add up to ``grads``: whatever happened to ``p.grad`` after the backward pass (clipping,
+        penalties) is spread over the groups. ``None``: nothing happened.
+        """
+        found = list(columns)
+        touched = [i for i, g in enumerate(grads) if g is not None]
+        short = [touched[n] for n in together([_rows(columns[i]) for i in touched])]
+        if short:
+            laid_out = side_by_side([_rows(columns[i]) for i in short])
+            whole = side_by_side([g.reshape(1, -1) for i in short if (g := grads[i]) is not None])
+            views = _adding_up_to(whole[0], laid_out, fractions).unbind(1)
+            for i, G in zip(short, views, strict=True):
+                found[i] = G[:, : columns[i][0].numel()].view(columns[i].shape)
+        for i in (i for i in touched if i not in short):
+            grad = grads[i]
+            assert grad is not None
+            found[i] = _adding_up_to(grad, columns[i], fractions)
+        return cls(found, fractions)
+
+
+def _adding_up_to(grad: Tensor, columns: Tensor, fractions: Tensor) -> Tensor:
+    rest = grad - columns.sum(0)
+    return torch.addr(_rows(columns), fractions, rest.reshape(-1)).view(columns.shape)
 
 
 def _rows(G: Tensor) -> Tensor:
@@ -169,16 +219,45 @@ def _rows(G: Tensor) -> Tensor:
     return G.reshape(len(G), -1)
 
 
+def is_short(rows: Tensor) -> bool:
+    return rows.shape[1] <= _SHORT
+
+
+def side_by_side(rows: Sequence[Tensor]) -> Tensor:
+    """``[r, n, width]`` of n tensors ``[r, P]``, filled up with zeros: one operation for all of them."""
+    r, width = len(rows[0]), max(each.shape[1] for each in rows)
+    zeros = _zeros(r * width, rows[0].dtype, rows[0].device)
+    parts = (part for each in rows for part in (each, zeros[: r * (width - each.shape[1])].view(r, -1)))
+    return torch.cat(list(parts), 1).view(r, len(rows), width)
+
+
+def together(rows: Sequence[Tensor]) -> list[int]:
+    """Which of these to multiply in one batch: where a launch takes longer than a copy, the short ones."""
+    short = [i for i, each in enumerate(rows) if each.device.type != "cpu" and is_short(each)]
+    return short if len(short) > 1 else []
+
+
+@lru_cache(maxsize=64)
+def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(count, dtype=dtype, device=device)
+
+
+def row_products(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
+    """``[n, r, s]``: x y^T of each pair ``[r, P]`` and ``[s, P]``."""
+    short, found = together(xs), dict[int, Tensor]()
+    if short:
+        x, y = (side_by_side([each[i] for i in short]).transpose(0, 1) for each in (xs, ys))
+        found = dict(zip(short, torch.bmm(x, y.mT).unbind(), strict=True))
+    return torch.stack([found[i] if i in found else x @ y.T for i, (x, y) in enumerate(zip(xs, ys, strict=True))])
+
+
 @dataclass
 class GramRow:
-    """One parameter of the Gram form: the only call of its module, and ρ, what ``p.grad`` has beyond the sum of the
-    samples.
-    """
+    """One parameter of the Gram form, and the only call of its module."""
 
     adapter: Adapter
     call: Call
     name: str
-    rest: Tensor
 
 
 @dataclass
@@ -188,13 +267,16 @@ class Gram(GroupGradients):
     rows: list[GramRow]
     groups: Groups
     fractions: Tensor
+    rests: list[Tensor] | None = None  # ρ, what ``p.grad`` has beyond the sum of the samples; None: nothing
+    _mixed: tuple[Tensor, list[Tensor]] | None = field(default=None, repr=False)
+    _selected: dict[tuple[int, ...], Gram] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, rows: list[GramRow], groups: Groups, fractions: Tensor) -> Gram:
-        """``rest`` of the rows is ``p.grad`` here; the sum of the samples' gradients is taken off."""
+    def of(cls, rows: list[GramRow], grads: Sequence[Tensor] | None, groups: Groups, fractions: Tensor) -> Gram:
+        """``grads``: as those of :class:`Explicit`, but all or none."""
         gram = cls(rows, groups, fractions)
-        for row, whole in zip(rows, gram._weighted(torch.ones_like(fractions)), strict=True):
-            row.rest = row.rest - whole
+        if grads is not None:
+            gram.rests = list(torch._foreach_sub(list(grads), gram.total()))
         return gram
 
     def _weighted(self, w: Tensor) -> list[Tensor]:
@@ -207,8 +289,17 @@ class Gram(GroupGradients):
         return [found[id(row.call)][row.name][0] for row in self.rows]
 
     def mix(self, w: Tensor) -> list[Tensor]:
+        found = self._weighted(w)
+        if self.rests is None:
+            return found
         share = (self.fractions * w).sum()
-        return [whole + share * row.rest for whole, row in zip(self._weighted(w), self.rows, strict=True)]
+        return [whole + share * rest for whole, rest in zip(found, self.rests, strict=True)]
+
+    def add_to(self, tensors: Sequence[Tensor], w: Tensor, scale: float = 1.0, stride: Tensor | None = None) -> None:
+        if self._mixed is None or self._mixed[0] is not w:  # the momentum takes what the parameters have taken
+            self._mixed = w, self.mix(w)
+        for t, v in zip(tensors, self._mixed[1], strict=True):
+            t.add_(v, alpha=scale) if stride is None else t.addcmul_(v, stride, value=scale)
 
     def preconditioned(self, metric: Metric) -> Gram:
         return self  # the identity metric, by construction
@@ -218,11 +309,12 @@ class Gram(GroupGradients):
         for row in self.rows:
             if id(row.call) not in grams:
                 grams[id(row.call)] = row.adapter.grams(row.call)
-        cross = self._samples([row.rest for row in self.rows])[:, :, None] * self.fractions
-        square = inner([row.rest for row in self.rows], [row.rest for row in self.rows])
-        K = [self.groups.sum(self.groups.sum(grams[id(row.call)][row.name]).T) for row in self.rows]
+        K = torch.stack([self.groups.sum_pairs(grams[id(row.call)][row.name]) for row in self.rows])
+        if self.rests is None:
+            return K
+        cross = self._samples(self.rests)[:, :, None] * self.fractions
         shares = torch.outer(self.fractions, self.fractions)
-        return torch.stack(K) + cross + cross.mT + square[:, None, None] * shares
+        return K + cross + cross.mT + inner(self.rests, self.rests)[:, None, None] * shares
 
     def _samples(self, vectors: Sequence[Tensor]) -> Tensor:
         """``[rows, r]``: inner products with the samples' own gradients, without ρ."""
@@ -230,7 +322,12 @@ class Gram(GroupGradients):
         return torch.stack([self.groups.sum(row.adapter.project(row.call, {row.name: v})) for row, v in pairs])
 
     def project(self, vectors: Sequence[Tensor]) -> Tensor:
-        return self._samples(vectors) + inner([row.rest for row in self.rows], vectors)[:, None] * self.fractions
+        samples = self._samples(vectors)
+        return samples if self.rests is None else samples + inner(self.rests, vectors)[:, None] * self.fractions
 
     def select(self, parameters: Sequence[int]) -> Gram:
-        return Gram([self.rows[i] for i in parameters], self.groups, self.fractions)
+        key = tuple(parameters)
+        if key not in self._selected:
+            rests = None if self.rests is None else [self.rests[i] for i in parameters]
+            self._selected[key] = Gram([self.rows[i] for i in parameters], self.groups, self.fractions, rests)
+        return self._selected[key]

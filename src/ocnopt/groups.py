@@ -67,12 +67,23 @@ class Groups:
         ones = torch.full((self.batch,), 1.0 / max(self.batch, 1), dtype=like.dtype, device=like.device)
         return torch.zeros(self.rank, dtype=like.dtype, device=like.device).index_add_(0, rows, ones)
 
-    def sum(self, rows: Tensor) -> Tensor:
-        """Add up the rows of each group: ``[B, ...] -> [r, ...]``."""
+    def sum(self, rows: Tensor, positions: Sequence[int] = ()) -> Tensor:
+        """Add up the rows of each group, and what is at all ``positions`` of a row, dimensions that the sum has not:
+        ``[B, ...] -> [r, ...]``.
+        """
         if self.even:
-            return rows.reshape(self.rank, self.batch // self.rank, *rows.shape[1:]).sum(1)
+            groups = rows.reshape(self.rank, self.batch // self.rank, *rows.shape[1:])
+            return groups.sum((1, *(dim + 1 for dim in positions)))
+        rows = rows.sum(tuple(positions)) if positions else rows
         out = rows.new_zeros(self.rank, *rows.shape[1:])
         return out.index_add_(0, self.of_rows(rows.device), rows)
+
+    def sum_pairs(self, matrix: Tensor) -> Tensor:
+        """The same of rows and columns: ``[B, B] -> [r, r]``."""
+        if self.even:
+            size = self.rank, self.batch // self.rank
+            return matrix.reshape(*size, *size).sum((1, 3))
+        return self.sum(self.sum(matrix).T).T
 
     def split(self, rows: Tensor) -> Tensor:
         """One slab of rows per group: ``[B, ...] -> [r, max n, ...]``, short groups filled up with zeros."""

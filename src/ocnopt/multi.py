@@ -137,8 +137,14 @@ def masked(tensors: Sequence[Tensor], ok: Tensor) -> list[Tensor]:
     The product is taken on the bits: NaN · 0 is NaN, but an integer times zero is zero.
     """
     bits = _BITS[tensors[0].dtype]
-    keep = ok.to(bits)
-    return [t.view(tensors[0].dtype) for t in torch._foreach_mul([t.contiguous().view(bits) for t in tensors], keep)]
+    products = torch._foreach_mul([t.contiguous().view(bits) for t in tensors], ok.to(bits))
+    return [t.view(tensors[0].dtype) for t in products]
+
+
+def mask_(tensors: Sequence[Tensor], ok: Tensor) -> None:
+    """The same in place."""
+    bits = _BITS[tensors[0].dtype]
+    torch._foreach_mul_([t.view(bits) for t in tensors], ok.to(bits))
 
 
 def copied(tensors: Sequence[Tensor]) -> list[Tensor]:

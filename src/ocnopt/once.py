@@ -16,6 +16,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from ocnopt import whole_step
 from ocnopt.backwards import Purpose, purpose
 from ocnopt.groups import Groups
 from ocnopt.layers.base import Adapter, Call, compute_dtype, first_tensor
@@ -80,7 +81,9 @@ class Watch(TorchFunctionMode):
         columns = self.adapter.group_gradients(call, groups)
         if groups.rank > 1:
             self.record.keep({name: G.detach() for name, G in columns.items()})
-        return {name: G.sum(0) if groups.rank > 1 else G[0] for name, G in columns.items()}
+        sums = {name: G.sum(0) if groups.rank > 1 else G[0] for name, G in columns.items()}
+        self.record.left = {name: (g.data_ptr(), g._version) for name, g in sums.items()}
+        return sums
 
 
 class Once:
@@ -115,6 +118,16 @@ class Once:
         stack = _get_current_function_mode_stack()
         if stack and stack[-1] is watch:
             watch.__exit__(None, None, None)
+
+
+def nothing_else(record: Record, name: str, grad: Tensor | None) -> bool:
+    """Is ``p.grad`` what the layer gave autograd, and that alone?
+
+    Autograd hands on the tensor that it gets if there is no other to add to it, and who writes to it afterwards is
+    counted; not a scaler, but that has been looked for.
+    """
+    known = whole_step.underway() or record.origin.scale is None
+    return known and grad is not None and record.left.get(name) == (grad.data_ptr(), grad._version)
 
 
 def _observed() -> bool:

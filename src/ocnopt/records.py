@@ -137,6 +137,7 @@ class Record:
     h: dict[int, Tensor] = field(default_factory=dict)  # ∂L/∂output, by output
     sizes: dict[int, tuple[torch.dtype, list[Tensor]]] = field(default_factory=dict)  # of h: dtype, all ⟨h, h⟩
     columns: dict[str, Tensor] = field(default_factory=dict)  # group gradients of its pass, if backward left them
+    left: dict[str, tuple[int, int]] = field(default_factory=dict)  # the gradients that it gave autograd, see Once
     inner: dict[str, list[Call]] | None = None  # calls of the layers inside a host, where it was asked
     strays: frozenset[str] = frozenset()  # layers inside a host that were called by somebody else, too
     # what its calls have been added to, by path, with those of its other executions in the same pass
@@ -187,7 +188,7 @@ class Record:
         """As that of a pass."""
         for reading in self.readings.values():
             reading.forget()
-        for store in (self.h, self.sizes, self.outputs, self.columns, self.tallies):
+        for store in (self.h, self.sizes, self.outputs, self.columns, self.left, self.tallies):
             store.clear()
         self.inner, self.arrived = None, False
         if self.spent:  # its graph may be alive for long, but not its record

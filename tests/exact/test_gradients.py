@@ -15,6 +15,7 @@ from tests.exact.dense import Dense, Expected
 from tests.exact.nets import CLASSES, NETS, B, Batch, Net, Scale, make, real, seeded
 from torch import Tensor, nn
 
+import ocnopt.gradients
 from ocnopt.forms import Forms
 from ocnopt.gradients import Explicit, Gram, GroupGradients
 from ocnopt.layers import Adapter
@@ -187,3 +188,55 @@ def test_forms_agree_whatever_the_shapes(
             return Net(pieces, data)
 
     assert_forms_agree(build, rank=rank, momentum=0.6, weight_decay=0.01)
+
+
+# --- many parameters in one product ---
+
+
+def columns(shapes: list[tuple[int, ...]], rank: int) -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(rank, *shape, generator=g, dtype=torch.float64) for shape in shapes]
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_short_gradients_side_by_side(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One batched product for all of them, as on a GPU; the long one by itself."""
+    shapes = [(4,), (2, 3), (), (7,), (5, 2)]
+    fractions = torch.arange(1.0, rank + 1, dtype=torch.float64) / sum(range(rank + 1))
+    alone = Explicit(columns(shapes, rank), fractions)
+    other = Explicit([2 * G.flip(0) + 1 for G in alone.columns], fractions)
+    vectors, starts = ([G[0] for G in columns(shapes, 2)] for _ in range(2))
+    steered = [([1, 3], fractions), ([0, 4], 2 - fractions), ([2], fractions**2)]
+
+    def answers() -> list[Tensor]:
+        tensors = [t.clone() for t in starts]
+        alone.add_each(tensors, steered, 0.7)
+        return [alone.kernels(other), alone.project(vectors), *tensors]
+
+    expected = answers()
+    for i, G in enumerate(alone.columns):
+        flat, theirs = G.reshape(rank, -1), other.columns[i].reshape(rank, -1)
+        assert_close(expected[0][i], flat @ theirs.T, f"K of {i}")
+        assert_close(expected[1][i], flat @ vectors[i].reshape(-1), f"u of {i}")
+    weights = {i: w for index, w in steered for i in index}
+    for i, G in enumerate(alone.columns):
+        assert_close(expected[2 + i], starts[i] + 0.7 * torch.tensordot(weights[i], G, 1), f"sum of {i}")
+    monkeypatch.setattr(ocnopt.gradients, "together", lambda rows: [i for i, G in enumerate(rows) if G.shape[1] < 8])
+    for found, known in zip(answers(), expected, strict=True):
+        assert_close(found, known, "side by side")
+
+
+@pytest.mark.parametrize("short", [0, 10])
+def test_columns_add_up(short: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that must, side by side where they are short; the others stay what they are."""
+    monkeypatch.setattr(
+        ocnopt.gradients, "together", lambda rows: [i for i, G in enumerate(rows) if G.shape[1] < short]
+    )
+    shapes, fractions = [(4,), (2, 3), (), (3, 2000), (5,)], torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
+    found, grads = columns(shapes, 3), [G[0] for G in columns(shapes, 1)]
+    known = [None, *grads[1:]]
+    G = Explicit.of(found, known, fractions).columns
+    assert G[0] is found[0]
+    for i in range(1, 5):
+        rest = grads[i] - found[i].sum(0)
+        assert_close(G[i], found[i] + torch.tensordot(fractions, rest, 0), f"columns of {i}")

@@ -437,6 +437,27 @@ def test_time_first_and_as_many_samples_as_times() -> None:
     assert "it cannot be told whether dimension 0" in str(opt.game.why_accumulated)
 
 
+def test_as_many_channels_as_samples() -> None:
+    """A layer that reads a tensor, or writes it, has been probed: it tells which of two dimensions the samples are."""
+
+    class Square(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.into, self.head = nn.Conv1d(1, B, 1), nn.Linear(B, CLASSES)
+            self.a, self.b = nn.Conv1d(B, B, 3, padding=1), nn.Conv1d(B, B, 3, padding=1)
+            self.norm = nn.BatchNorm1d(B)
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = torch.relu(self.into(x[:, None]))
+            return self.head(torch.relu(z + self.norm(self.b(torch.tanh(self.a(z))))).mean(2))
+
+    model, opt = make(Square, rank=3)
+    for seed in range(5):
+        step(model, opt, seed)
+        assert opt.game.why_accumulated is None
+    assert opt._tape.flow.watched is not None  # read while it runs
+
+
 def test_a_buffer_that_is_put_back_is_not_overwritten() -> None:
     model, opt = make(Placed)
     for seed in range(12):

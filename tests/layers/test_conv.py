@@ -20,13 +20,13 @@ def images(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(params=[True, False], ids=["folded", "in turn"])
-def _folded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways to form group gradients, whatever the rule of thumb would choose."""
-    monkeypatch.setattr(conv, "_folds", lambda *_: request.param)
+@pytest.fixture(params=conv.Way, ids=lambda way: way.name)
+def _every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ways to form group gradients, whatever the rule of thumb would choose."""
+    monkeypatch.setattr(conv, "way", lambda *_: request.param)
 
 
-@pytest.mark.usefixtures("_folded")
+@pytest.mark.usefixtures("_every_way")
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
 @pytest.mark.parametrize(
     "options",
@@ -51,7 +51,7 @@ def test_conv2d_options(options: dict[str, Any]) -> None:
     check(nn.Conv2d(4, 8, **options).double(), images(5, 4, 6, 7))
 
 
-@pytest.mark.usefixtures("_folded")
+@pytest.mark.usefixtures("_every_way")
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize("kinds", [CONV, TRANSPOSED], ids=["conv", "transposed"])
 def test_all_dimensions(dims: int, kinds: dict[int, type[nn.Module]]) -> None:
@@ -59,7 +59,7 @@ def test_all_dimensions(dims: int, kinds: dict[int, type[nn.Module]]) -> None:
     check(layer.double(), images(5, 2, *[5, 4, 5][:dims]))
 
 
-@pytest.mark.usefixtures("_folded")
+@pytest.mark.usefixtures("_every_way")
 @pytest.mark.parametrize(
     "options",
     [
@@ -183,3 +183,40 @@ def test_the_gram_form_is_chosen_where_it_is_cheaper() -> None:
     assert not adapter_of(large.module).prefers_gram(large, 8)
     back = call_of(nn.ConvTranspose2d(256, 256, 3), torch.randn(8, 256, 1, 1))
     assert adapter_of(back.module).prefers_gram(back, 8)
+
+
+@pytest.mark.parametrize(
+    ("device", "rank", "positions", "weight", "blocks", "way"),
+    [
+        ("cpu", 8, 16, (64, 64, 3, 3), 1, conv.Way.IN_TURN),  # a group is work enough for a call
+        ("cpu", 64, 16, (16, 16, 3, 3), 1, conv.Way.FOLDED),
+        ("cpu", 64, 16, (16, 12, 3, 3), 1, conv.Way.IN_TURN),  # not in eights
+        ("cpu", 8, 16, (32, 1, 3, 3), 32, conv.Way.FOLDED),
+        ("cpu", 8, 784, (32, 1, 3, 3), 1, conv.Way.FOLDED),
+        ("cpu", 8, 784, (32, 2, 3, 3), 1, conv.Way.IN_TURN),
+        ("cuda", 8, 16, (128, 128, 3, 3), 1, conv.Way.WINDOWS),
+        ("cuda", 8, 56 * 56, (64, 64, 3, 3), 1, conv.Way.FOLDED),  # too many windows to write down
+        ("cuda", 8, 16, (32, 1, 3, 3), 32, conv.Way.FOLDED),
+        ("cuda", 1, 16, (128, 128, 3, 3), 1, conv.Way.IN_TURN),  # the layer's own weight gradient
+    ],
+)
+def test_which_way(device: str, rank: int, positions: int, weight: tuple[int, ...], blocks: int, way: conv.Way) -> None:
+    assert conv.way(device, Groups(128, rank), positions, weight, blocks) is way
+
+
+def test_windows_are_formed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, formed = nn.Conv2d(3, 4, 3, padding=1).double(), []
+    call = call_of(layer, images(5, 3, 4, 4))
+    windows = conv._windows
+    monkeypatch.setattr(conv, "_windows", lambda *args: formed.append(0) or windows(*args))
+    call.memo, adapter, weights = {}, adapter_of(layer), torch.arange(5.0, dtype=torch.float64)
+    found = adapter.group_gradients(call.weighted(weights), Groups(5, 1))["weight"][0]
+    adapter.grams(call)
+    assert len(formed) == 1
+    call.memo = None
+    each = adapter.group_gradients(call, Groups(5, 5))["weight"]
+    assert_same(found, torch.tensordot(weights, each, 1))
+    shorter = call_of(layer, images(5, 3, 4, 4))
+    shorter.memo = {}
+    adapter.grams(shorter)
+    assert_same(adapter.grams(shorter.rows(1, 3))["weight"], adapter.grams(call)["weight"][1:3, 1:3])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -45,3 +46,29 @@ def test_pieces_cover_everything_once(total: int, size: int) -> None:
     parts = [list(range(total))[part] for part in outer.pieces(total, size)]
     assert [i for part in parts for i in part] == list(range(total))
     assert all(len(part) * size <= outer.PIECE or len(part) == 1 for part in parts)
+
+
+@pytest.mark.parametrize("rank", [3, 4, 6])  # uneven, with groups of different sizes, even
+@pytest.mark.parametrize("batch", [6, 12])
+def test_sums_of_groups(batch: int, rank: int) -> None:
+    groups = Groups(batch, rank)
+    rows = torch.randn(batch, 2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    pairs = torch.randn(batch, batch, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    parts = [slice(a, b) for a, b in pairwise(groups.starts)]
+    torch.testing.assert_close(groups.sum(rows), torch.stack([rows[part].sum(0) for part in parts]))
+    torch.testing.assert_close(groups.sum(rows, [1, 3]), torch.stack([rows[part].sum((0, 1, 3)) for part in parts]))
+    expected = torch.stack([torch.stack([pairs[a, b].sum() for b in parts]) for a in parts])
+    torch.testing.assert_close(groups.sum_pairs(pairs), expected)
+
+
+@pytest.mark.parametrize(
+    ("length", "parts"), [(100, 1), (255, 1), (256, 2), (4608, 32), (512, 4), (1021, 1), (1029, 7)]
+)
+def test_long_sums_in_parts(length: int, parts: int) -> None:
+    assert outer.parts_of(length) == parts
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 6])
+def test_products_in_parts(parts: int) -> None:
+    x, y = (torch.randn(2, n, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (3, 5))
+    torch.testing.assert_close(outer.products(x, y, parts), x @ y.mT)

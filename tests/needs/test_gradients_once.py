@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ocnopt import OCNOpt
 from ocnopt.layers.linear import LinearAdapter
+from ocnopt.once import nothing_else
 
 NETS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...]]] = {
     "linear": (lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3, bias=False)), (5,)),
@@ -275,6 +276,52 @@ def test_scaled_and_clipped(options: dict[str, Any]) -> None:
         opt.step()
 
     same_steps(mlp, train, **options)
+
+
+def _scale(model: nn.Module) -> None:
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad *= 0.5
+
+
+def _replace(model: nn.Module) -> None:
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad = 0.5 * p.grad
+
+
+TOUCHES: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any]]] = {
+    # what is done to the model before the pass, and between the backward pass and the step
+    "nothing": (lambda model: None, lambda model: None),
+    "scaled": (lambda model: None, _scale),
+    "replaced": (lambda model: None, _replace),
+    "clipped": (lambda model: None, lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01)),
+    "hooked": (lambda model: [p.register_hook(lambda g: g + 0.01) for p in model.parameters()], lambda model: None),
+    "there before": (lambda model: sum(p.square().sum() for p in model.parameters()).backward(), lambda model: None),
+}
+
+
+@pytest.mark.parametrize("form", ["identity", "gram", "adaptive"])
+@pytest.mark.parametrize("touch", [*TOUCHES, "penalty"])
+def test_columns_are_left_as_they_are_only_if_nobody_touched_the_gradient(
+    touch: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, after = TOUCHES.get(touch, TOUCHES["nothing"])
+    monkeypatch.setattr(LinearAdapter, "prefers_gram", lambda *_: form == "gram")
+    known: list[bool] = []
+
+    def train(model: nn.Module, opt: OCNOpt) -> None:
+        assert opt._tape is not None
+        before(model)
+        penalty = sum(p.square().sum() for p in model.parameters()) if touch == "penalty" else 0
+        (loss(model(samples())) + penalty).backward()
+        after(model)
+        names = [(r, n, p.grad) for r in opt._tape.records for n, p in r.module.named_parameters()]
+        known.extend(nothing_else(*each) for each in names if opt._tape.once.adapters)
+        opt.step()
+
+    same_steps(mlp, train, feedback="linear", curvature="adaptive" if form == "adaptive" else "identity")
+    assert known == [touch == "nothing"] * 4
 
 
 def test_a_bad_batch_leaves_no_trace() -> None:

@@ -90,11 +90,21 @@ class Live:
                 return f"the input of {name_of(call)!r} was overwritten in place"
         if any(reading.overwritten for reading in self.this.readings.values()):
             return "what lies between its layers was overwritten in place"
-        readings, batch = [term.reading for terms in self.terms.values() for term in terms], part.groups.batch
-        rows = all(each.by_row and (len(each.shape) < 3 or each.shape[1] != batch) for each in readings)
-        if part.rank > 1 and (self.this.mixed or not rows):
+        by_sample = (self._by_sample(source, part.groups.batch) for source in self.terms)
+        if part.rank > 1 and (self.this.mixed or not all(by_sample)):
             return "it cannot be told whether dimension 0 of all tensors between the layers runs over the samples"
         return None
+
+    def _by_sample(self, source: fx.Node, batch: int) -> bool:
+        """Does dimension 0 run over the samples? Where dimension 1 is as long, it takes a layer that writes or reads
+        the tensor to tell: what layers see has been probed.
+        """
+        readings = [term.reading for term in self.terms[source]]
+        if all(each.by_row and (len(each.shape) < 3 or each.shape[1] != batch) for each in readings):
+            return True
+        layers = (user for user in source.users if user.op == "call_module")
+        probed = source.op == "call_module" or any(layer.all_input_nodes[0] is source for layer in layers)
+        return probed and all(each.by_row for each in readings)
 
     def s(self, k: int) -> list[Tensor]:
         """⟨∂L/∂e, δe⟩ of the edges that stage k sees."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping
 
@@ -52,7 +51,8 @@ class Affine(Adapter):
         if "weight" in names:
             gradients["weight"] = self.weight_gradients(call, groups)
         if "bias" in names:
-            gradients["bias"] = groups.sum(self._bias_rows(call))
+            _, h = outer.operands(call)
+            gradients["bias"] = groups.sum(h, self._shared(h))
         return gradients
 
     def grams(self, call: Call) -> dict[str, Tensor]:
@@ -69,15 +69,15 @@ class Affine(Adapter):
     def project(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
         # The output is linear in the parameters: ⟨g_i, v⟩ = ⟨h_i, output with v for the parameters⟩.
         _, h = outer.operands(call)
-        total = h.new_zeros(call.batch)
+        terms = []
         for name, v in direction.items():
             if name == "weight":
-                total += torch.linalg.vecdot(h.flatten(1), self.apply(call, v.to(h.dtype)).flatten(1))
+                terms.append(torch.linalg.vecdot(h.flatten(1), self.apply(call, v.to(h.dtype)).flatten(1)))
             elif name == "bias":
-                total += self._bias_rows(call) @ v.to(h.dtype)
+                terms.append(self._bias_rows(call) @ v.to(h.dtype))
             else:
                 raise KeyError(f"direction has {name!r}, which is not a parameter of {call.module}")
-        return total
+        return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
 
     def prefers_gram(self, call: Call, rank: int) -> bool:
         return outer.gram_is_cheaper(call.batch, *self.sizes(call), rank)
@@ -111,6 +111,9 @@ class Affine(Adapter):
     def _bias_rows(self, call: Call) -> Tensor:
         """The samples' gradients of the bias, ``[B, out]``."""
         _, h = outer.operands(call)
-        h = h.movedim(self.channels, -1)
-        shared = math.prod(h.shape[1:-1])
-        return h.reshape(h.shape[0], shared, h.shape[-1]).sum(1)
+        shared = self._shared(h)
+        return h.sum(shared) if shared else h
+
+    def _shared(self, h: Tensor) -> list[int]:
+        """The dimensions of the output that are neither samples nor channels."""
+        return [dim for dim in range(1, h.dim()) if dim != self.channels % h.dim()]

@@ -44,6 +44,8 @@ class Call:
     # whole solve. The gradient of the layer is Σ duration · (gradient of the call).
     duration: float = 1.0
     share: float = 1.0
+    # what was computed from the arguments, where they are going to be asked for it again
+    memo: dict[str, Tensor] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.training is None:
@@ -66,7 +68,7 @@ class Call:
             return self
         of_samples = lambda t: t[start:end] if t.shape[:1] == (self.batch,) else t  # noqa: E731
         args, kwargs = mapped(of_samples, (self.args, self.kwargs))
-        return replace(self, args=args, kwargs=kwargs, h=self.h[start:end])
+        return replace(self, args=args, kwargs=kwargs, h=self.h[start:end], memo=None)
 
     def weighted(self, rows: Tensor) -> Call:
         """The same call with the adjoint of every sample multiplied by its entry of ``rows``, ``[B]``."""

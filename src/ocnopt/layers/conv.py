@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from enum import Enum
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,12 @@ class Conv(Affine):
 
     def factors(self, call: Call) -> KroneckerInputs:
         module, (x, h) = _conv(call), outer.operands(call)
-        padded, padding = _padded(module, x)
-        windows = _windows(module, padded, padding, h.shape[2:])
+        windows = None if call.memo is None else call.memo.get("windows")
+        if windows is None:
+            padded, padding = _padded(module, x)
+            windows = _windows(module, padded, padding, h.shape[2:])
+        if call.memo is not None:
+            call.memo["windows"] = windows
         return KroneckerInputs(windows, _positions(h, module.groups))
 
     def sizes(self, call: Call) -> tuple[int, int, int]:
@@ -63,9 +68,16 @@ class Conv(Affine):
         return self.to_matrix(call.module, gradients)
 
     def weight_gradients(self, call: Call, groups: Groups) -> Tensor:
-        module, (x, h) = _conv(call), outer.operands(call)
-        x, padding = _padded(module, x)
-        return _weight_gradients(module, x, h, padding, [0] * len(padding), groups)
+        chosen = way(call.h.device.type, groups, self.sizes(call)[0], _shape(_conv(call)), _conv(call).groups)
+        if call.memo is not None or chosen is Way.WINDOWS:
+            return super().weight_gradients(call, groups)
+        return _weight_gradients(_conv(call), *self._geometry(call), groups, chosen is Way.FOLDED)
+
+    def _geometry(self, call: Call) -> tuple[Tensor, Tensor, list[int], list[int]]:
+        """Input and adjoint as a convolution takes them that pads with zeros alone; padding, and that of the output."""
+        x, h = outer.operands(call)
+        x, padding = _padded(_conv(call), x)
+        return x, h, padding, [0] * len(padding)
 
     def apply(self, call: Call, weight: Tensor) -> Tensor:
         module, (x, _) = _conv(call), outer.operands(call)
@@ -136,9 +148,8 @@ class ConvTranspose(Conv):
         C = _outer_of_windows(module, h, _symmetric(module), x.shape[2:])
         return outer_sum(_positions(x, module.groups)), C
 
-    def weight_gradients(self, call: Call, groups: Groups) -> Tensor:
-        module, (x, h) = _conv(call), outer.operands(call)
-        return _weight_gradients(module, x, h, _symmetric(module), _output_padding(call), groups)
+    def _geometry(self, call: Call) -> tuple[Tensor, Tensor, list[int], list[int]]:
+        return *outer.operands(call), _symmetric(_conv(call)), _output_padding(call)
 
     def apply(self, call: Call, weight: Tensor) -> Tensor:
         module, (x, _) = _conv(call), outer.operands(call)
@@ -210,7 +221,8 @@ def _positions(x: Tensor, blocks: int) -> Tensor:
 
 def _windows(module: _ConvNd, x: Tensor, padding: list[int], positions: torch.Size) -> Tensor:
     """What the kernel sees at each position: ``[B, blocks, shared, channels of a block × kernel]``."""
-    x = F.pad(x, [n for p in reversed(padding) for n in (p, p)])
+    if any(padding):
+        x = F.pad(x, [n for p in reversed(padding) for n in (p, p)])
     geometry = zip(positions, module.kernel_size, module.stride, module.dilation, strict=True)
     for dim, (n, k, s, d) in enumerate(geometry, start=2):
         # A transposed convolution's output padding may leave room for more windows than there are positions.
@@ -236,17 +248,28 @@ def _with_ones(A: Tensor, sums: Tensor, h: Tensor) -> Tensor:
     return torch.cat([torch.cat([A, sums[:, None]], 1), torch.cat([sums[:, None], count], 2).mT], 2)
 
 
+def _shape(module: _ConvNd) -> list[int]:
+    """Of its weight."""
+    channels = [module.out_channels, module.in_channels]
+    first, second = reversed(channels) if module.transposed else channels
+    return [first, second // module.groups, *module.kernel_size]
+
+
 def _weight_gradients(
-    module: _ConvNd, x: Tensor, h: Tensor, padding: list[int], output_padding: list[int], groups: Groups
+    module: _ConvNd,
+    x: Tensor,
+    h: Tensor,
+    padding: list[int],
+    output_padding: list[int],
+    groups: Groups,
+    folded: bool,
 ) -> Tensor:
     """``[r, *weight.shape]``, as many times the layer's own weight gradient or all groups in one call."""
-    shape = [module.out_channels, module.in_channels // module.groups, *module.kernel_size]
-    if module.transposed:
-        shape[:2] = [module.in_channels, module.out_channels // module.groups]
+    shape = _shape(module)
 
     def gradient(x: Tensor, h: Tensor, copies: int) -> Tensor:
         # Only the shape of the weight matters to its gradient, so one number stands for it.
-        weight = x.new_zeros(1).expand(copies * shape[0], *shape[1:])
+        weight = x.new_empty(1).expand(copies * shape[0], *shape[1:])
         geometry = (module.stride, padding, module.dilation, module.transposed, output_padding)
         wanted = [False, True, False]
         g: Tensor = torch.ops.aten.convolution_backward(h, x, weight, None, *geometry, copies * module.groups, wanted)[
@@ -256,8 +279,7 @@ def _weight_gradients(
 
     if groups.rank == 1:
         return gradient(x, h, 1)
-    positions = math.prod((x if module.transposed else h).shape[2:])
-    if _folds(module, math.prod(shape), groups.batch * positions / groups.rank, x.device):
+    if folded:
         return gradient(_folded(groups, x), _folded(groups, h), groups.rank)
     parts = zip(x.split(groups.sizes), h.split(groups.sizes), strict=True)
     return torch.cat([gradient(x_g, h_g, 1) for x_g, h_g in parts])
@@ -268,18 +290,34 @@ def _folded(groups: Groups, x: Tensor) -> Tensor:
     return groups.split(x).transpose(0, 1).flatten(1, 2)
 
 
-def _folds(module: _ConvNd, size: int, positions: float, device: torch.device) -> bool:
-    """Whether to make the groups of samples channel groups of one convolution, or to take them in turn.
+class Way(Enum):
+    """How the weight gradients of groups of samples are found."""
+
+    IN_TURN = "one convolution after another"
+    FOLDED = "one convolution, with the groups of samples as groups of channels"
+    WINDOWS = "one matrix product a group, of what the kernel sees, all at once"
+
+
+def way(device: str, groups: Groups, positions: int, weight: Sequence[int], blocks: int) -> Way:
+    """The quickest, for so many ``positions`` in a sample and a weight of that shape.
 
     Measured on a CPU core (float32, 3×3 kernels, 8 to 64 channels, batch 64 and 128, r = 4 to B): where oneDNN has a
     kernel for the folded layout (channels of a block in eights, or depthwise), the weight is small and a group of so
-    few ``positions`` that a call hardly pays for itself, folding is 1.5 to 4 times faster than taking the groups in
-    turn; elsewhere it is up to 4 times slower. Windows and a batched matrix product were 2 to 6 times slower than the
-    better of the two nearly everywhere. On other devices every call in turn is a launch, so all groups go in one.
+    few positions that a call hardly pays for itself, folding is 1.5 to 4 times faster than taking the groups in
+    turn; elsewhere it is up to 4 times slower. With one channel in a block it is 1 to 7 times faster everywhere (6 to
+    64 channels out, 8×8 to 28×28 pixels, r = 4 to 32; with two it depends, with three it is mostly slower). Windows and
+    a batched matrix product were 2 to 6 times slower than the better of the two nearly everywhere.
+
+    On other devices every call is a few launches. cuDNN takes wide groups of channels in turn; a matrix product does
+    not, and windows cost little as long as they fit into a piece.
     """
-    if device.type != "cpu":
-        return True
-    channels = (module.in_channels // module.groups, module.out_channels // module.groups)
-    if channels == (1, 1):
-        return size <= 2**16
-    return size <= 2**14 and size * positions <= 3e6 and all(n % 8 == 0 for n in channels)
+    if groups.rank == 1:
+        return Way.IN_TURN
+    if device != "cpu":
+        fits = groups.batch * positions * math.prod(weight[1:]) <= outer.PIECE
+        return Way.WINDOWS if fits and blocks == 1 else Way.FOLDED
+    channels, size = (weight[0] // blocks, weight[1]), math.prod(weight)
+    if channels[1] == 1:
+        return Way.FOLDED if size <= 2**16 else Way.IN_TURN
+    few = size <= 2**14 and size * groups.batch * positions <= 3e6 * groups.rank
+    return Way.FOLDED if few and all(n % 8 == 0 for n in channels) else Way.IN_TURN

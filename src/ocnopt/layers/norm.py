@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import lru_cache
 
+import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -22,30 +24,28 @@ class Norm(Adapter):
 
     @abstractmethod
     def normalised(self, call: Call, x: Tensor) -> Tensor:
-        """x̂, without scale and shift."""
+        """x̂, without scale and shift: a new tensor."""
 
     @abstractmethod
-    def over_positions(self, call: Call, rows: Tensor) -> Tensor:
-        """Sum what is shaped as the output over its shared positions: ``[B, *parameter.shape]``."""
+    def positions(self, call: Call) -> range:
+        """The dimensions of the output that are neither the samples nor those of the parameters."""
 
     def group_gradients(self, call: Call, groups: Groups) -> dict[str, Tensor]:
         names = self.parameters(call.module)
         x, h = outer.operands(call)
         gradients = {}
         if "weight" in names:
-            rows = self.over_positions(call, h * self.normalised(call, x))
-            gradients["weight"] = groups.sum(rows)
+            gradients["weight"] = groups.sum(self.normalised(call, x).mul_(h), self.positions(call))
         if "bias" in names:
-            gradients["bias"] = groups.sum(self.over_positions(call, h))
+            gradients["bias"] = groups.sum(h, self.positions(call))
         return gradients
 
 
 class TrailingNorm(Norm):
     """Parameters shaped as the last dimensions; those between them and the samples are shared."""
 
-    def over_positions(self, call: Call, rows: Tensor) -> Tensor:
-        shape = _shape(call.module)
-        return rows.reshape(call.batch, -1, *shape).sum(1) if call.batch else rows.new_zeros(0, *shape)
+    def positions(self, call: Call) -> range:
+        return range(1, call.h.dim() - len(_shape(call.module)))
 
     def call_refusal(self, call: Call) -> str | None:
         if call.x.dim() <= len(_shape(call.module)):
@@ -71,8 +71,8 @@ class RMSNormAdapter(TrailingNorm):
 class ChannelNorm(Norm):
     """One parameter per channel, dimension 1; the dimensions after it are shared."""
 
-    def over_positions(self, call: Call, rows: Tensor) -> Tensor:
-        return rows.sum(tuple(range(2, rows.dim()))) if rows.dim() > 2 else rows
+    def positions(self, call: Call) -> range:
+        return range(2, call.h.dim())
 
 
 @register(nn.GroupNorm)
@@ -89,7 +89,8 @@ class BatchNormAdapter(ChannelNorm):
         module = call.module
         assert isinstance(module, _BatchNorm)
         if call.training or not _has_statistics(module):
-            return F.batch_norm(x, None, None, training=True, eps=module.eps)
+            # a library that takes one pass to normalise and scale may need two to normalise
+            return F.batch_norm(x, None, None, *_neither(x.shape[1], x.dtype, x.device), training=True, eps=module.eps)
         assert module.running_mean is not None
         assert module.running_var is not None
         return F.batch_norm(x, module.running_mean.to(x.dtype), module.running_var.to(x.dtype), eps=module.eps)
@@ -111,6 +112,12 @@ class SyncBatchNormAdapter(BatchNormAdapter):
 for _kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
     register(_kind, BatchNormAdapter())
 register(nn.SyncBatchNorm, SyncBatchNormAdapter())
+
+
+@lru_cache(maxsize=64)
+def _neither(channels: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Scale and shift that change nothing."""
+    return torch.ones(channels, dtype=dtype, device=device), torch.zeros(channels, dtype=dtype, device=device)
 
 
 def _shape(module: nn.Module) -> tuple[int, ...]:

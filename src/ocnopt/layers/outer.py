@@ -59,12 +59,31 @@ def _gram_by_pairs(x: Tensor, h: Tensor) -> Tensor:
     """K_ij = Σ_{t,t'} (x_it·x_jt')(h_it·h_jt'): no gradient is formed."""
     batch, blocks, shared, _ = x.shape
     x, h = (v.transpose(0, 1).flatten(1, 2) for v in (x, h))
-    K = x.new_zeros(batch, batch)
+    rows, parts = [], [1 if v.device.type == "cpu" else parts_of(v.shape[-1]) for v in (x, h)]
     for samples in pieces(batch, blocks * batch * shared**2):
         part = slice(samples.start * shared, samples.stop * shared)
-        pairs = (x[:, part] @ x.mT) * (h[:, part] @ h.mT)
-        K[samples] = pairs.reshape(blocks, len(K[samples]), shared, batch, shared).sum((0, 2, 4))
-    return K
+        pairs = products(x[:, part], x, parts[0]) * products(h[:, part], h, parts[1])
+        if blocks == shared == 1:
+            rows.append(pairs[0])
+        else:
+            count = len(range(batch)[samples])
+            rows.append(pairs.reshape(blocks, count, shared, batch, shared).sum((0, 2, 4)))
+    return rows[0] if len(rows) == 1 else torch.cat([x.new_zeros(0, batch), *rows])
+
+
+def products(x: Tensor, y: Tensor, parts: int) -> Tensor:
+    """x y^T of ``[blocks, n, a]`` and ``[blocks, m, a]``. Where a is long, few numbers come out, and a GPU has
+    nothing to do side by side but parts of the same sums.
+    """
+    if parts == 1:
+        return x @ y.mT
+    x, y = (v.unflatten(-1, (parts, -1)).transpose(1, 2) for v in (x, y))
+    return (x @ y.mT).sum(1)
+
+
+def parts_of(length: int) -> int:
+    """Into how many equal parts to cut a sum of so many products: at most 32, of 128 or more."""
+    return next(n for n in range(min(32, max(1, length // 128)), 0, -1) if length % n == 0)
 
 
 def _gram_by_gradients(x: Tensor, h: Tensor) -> Tensor:
