@@ -156,7 +156,7 @@ class Arrangement:
         if this.outputs_changed():
             return None, "an output of the model was overwritten in place after the pass"
         try:
-            live = None if flow.fixed else Live(flow, placed.placement, placed.edges, tape, this, part)
+            live = None if flow.fixed else Live(placed, tape, this, part)
             # one that was foreseen could not be verified: the next is not
             flow.uses += not this.foreseen or not is_due(flow)
         except Disagreement as error:

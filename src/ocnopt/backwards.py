@@ -7,14 +7,18 @@ hand, ``p.grad = g``: what it says is heard, and counts unless a ``backward()`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ocnopt.records import Sinks
+from ocnopt.anatomy import Anatomy, modules_of
 from ocnopt.shards import is_sharded
+
+#: the autograd nodes that add to ``p.grad``
+Sinks = Sequence[Any]
 
 
 class Purpose(Enum):
@@ -23,11 +27,20 @@ class Purpose(Enum):
     ADDED = "gradients of parameters are added to p.grad"
 
 
-def sinks_of(module: nn.Module) -> Sinks:
+def sinks_of(*modules: nn.Module) -> Sinks:
     """Not of parameters that are sharded: whole ones stand in for them while the module runs."""
-    leaves = [p for p in module.parameters() if p.requires_grad and p.is_leaf and not is_sharded(p)]
+    anatomy = Anatomy([part for module in modules for part in modules_of(module)])
+    leaves = [p for p in anatomy.parameters if p.requires_grad and p.is_leaf and not is_sharded(p)]
     with torch.enable_grad():  # a backward pass has none
         return [p.view_as(p).grad_fn.next_functions[0][0] for p in leaves]  # type: ignore[union-attr]
+
+
+def all_reached(sinks: Sinks) -> bool:
+    """Does the backward pass under way add to the gradients of all these parameters? Mostly it does."""
+    try:
+        return all(map(torch._C._will_engine_execute_node, sinks))
+    except RuntimeError:
+        return False
 
 
 def purpose(sinks: Sinks) -> Purpose:
@@ -62,7 +75,13 @@ class Backwards:
         self._asked = self._added = False
 
     def counts(self, sinks: Sinks) -> bool:
-        found = purpose(sinks)
+        return self._counts(purpose(sinks))
+
+    def counts_for_all(self) -> bool:
+        """As :meth:`counts`, where the gradients of all parameters are known to be added to."""
+        return self._counts(Purpose.ADDED)
+
+    def _counts(self, found: Purpose) -> bool:
         if found is Purpose.OTHER:
             return False
         task = torch._C._current_graph_task_id()

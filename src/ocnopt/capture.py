@@ -14,22 +14,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ocnopt.backwards import Backwards, add, sinks_of
+from ocnopt import apart
+from ocnopt.anatomy import Anatomy
+from ocnopt.backwards import Backwards, sinks_of
 from ocnopt.chain import Ends, is_chain
 from ocnopt.distributed import World
-from ocnopt.environment import Autocast, Environment, autocast_dtype, is_transforming
+from ocnopt.environment import Autocast, Environment, is_transforming
 from ocnopt.games.flow import Flow, innermost
 from ocnopt.games.following import Follower
 from ocnopt.groups import Groups
 from ocnopt.hooks import Hook, Hooks, Others
-from ocnopt.hosts import Host
 from ocnopt.layers import Adapter
 from ocnopt.once import Once
-from ocnopt.readings import Reading, product
-from ocnopt.records import Folded, Need, Pass, Record, Rollout, Sinks, detached, floating, versions_of
-from ocnopt.rng import AllRNG, RNGState
+from ocnopt.places import Place
+from ocnopt.readings import Reading
+from ocnopt.records import Folded, Need, Pass, Record, Rollout, detached, floating, versions_of
+from ocnopt.rng import AllRNG
 from ocnopt.scaling import Scaling
-from ocnopt.tallies import add_up, graph_is_kept
+from ocnopt.tallies import graph_is_kept
 from ocnopt.trees import mapped, tensors
 
 
@@ -39,7 +41,7 @@ class Tape:
     def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module], need: Callable[[], Need]) -> None:
         self.model, self.need = model, need
         self._modules = dict(modules)
-        self._measured = innermost(modules)
+        self.measured = innermost(modules)
         self.records: list[Record] = []
         self.folded: Folded | None = None  # what is left of earlier passes
         self.before_pass: Callable[[], None] = lambda: None  # told of a pass while the tape holds others
@@ -50,33 +52,37 @@ class Tape:
         self.borrowed = False  # did gradients come from a pass with weights of somebody else's?
         self._borrows = False  # is such a pass under way?
         self.summed: Callable[[], Mapping[str, Adapter]] = dict  # see ``Pass.summed``
-        self._follower = Follower()
+        self.follower = Follower()
         self.rollout: Rollout | None = None
         self.randomised: set[str] = set()  # modules that draw random numbers which their adapter must draw again
-        self._current: Pass | None = None
-        self._asked = Need()  # of the pass under way
+        self.current: Pass | None = None
+        self.asked = Need()  # of the pass under way
         self._several = False  # were there several passes before the last step?
         self._turns = 0
-        self._open: list[Record] = []
-        self._counts: dict[str, int] = {}
-        self._graph: list[Ends] = []
+        self.open: list[Record] = []
+        self.counts: dict[str, int] = {}  # of the calls of each module
+        self.graph: list[Ends] = []
         self._chains: dict[tuple[Any, ...], bool] = {}
         self._chain = False  # was the last pass one?
         self.asking: set[str] | None = None  # the modules at whose inputs the policy of a chain is asked
-        self._thawed: list[bool] = []  # which parameters were trained in the last pass
-        self._left_alone: set[str] = set()  # modules whose outputs nobody overwrites in place
+        self._known: list[tuple[int, bool]] = []  # the parameters in the last pass, and which were trained
+        self._trained_modules: set[str] = set()  # those that hold some of them
+        self._wanted = -1, False  # in which backward pass
+        self.left_alone: set[str] = set()  # modules whose outputs nobody overwrites in place
         self._others = Others(model)
+        apart.prepare()
         self._handles = [
             model.register_forward_pre_hook(Hook(self._begin), with_kwargs=True, prepend=True),
             model.register_forward_hook(Hook(self._end), always_call=True),  # also when the model raises
         ]
-        self._scaling = Scaling(model, lambda: self.need().calls or self.need().states)
+        self._scaling = Scaling(model, self._wants_scale)
         self._backwards = Backwards(model, self._scaling.gone, self.clear, self._drop)
         self.once = Once(self._backwards.counts)
         self._places: list[tuple[nn.Module, RemovableHandle, RemovableHandle]] = []
         for name, module in modules.items():
-            before = module.register_forward_pre_hook(Hook(self._before(name)), with_kwargs=True)
-            after = module.register_forward_hook(Hook(self._after(name)), prepend=True)
+            place = Place(self, name)
+            before = module.register_forward_pre_hook(Hook(place.before), with_kwargs=True)
+            after = module.register_forward_hook(Hook(place.after), prepend=True)
             self._places.append((module, before, after))
             self._handles += [before, after]
 
@@ -109,7 +115,7 @@ class Tape:
         self.once.end()
         self._backwards.rest()
         self._scaling.clear()
-        self._follower.clear()
+        self.follower.clear()
         self._others.rest()
 
     def forget(self) -> None:
@@ -142,14 +148,14 @@ class Tape:
 
     # --- the model ---
 
-    def _needed(self) -> Need:
+    def needed(self) -> Need:
         """Nothing without gradients, in a second forward pass, with weights of others, or inside a backward pass: there
         a forward pass is activation checkpointing, run again, and the first one has been recorded.
         """
         idle = self.rollout is not None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
         if idle or self._borrows or is_transforming():
             return Need()
-        return self.need() if self._current is None else self._asked
+        return self.need() if self.current is None else self.asked
 
     def _is_lent(self, parameters: list[nn.Parameter]) -> bool:
         """Does ``functional_call`` run the model with weights of somebody else: tensors that are no parameters, or the
@@ -159,13 +165,14 @@ class Tape:
         return any(type(p) is Tensor for p in parameters) or not any(id(p) in mine for p in parameters)
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._current, self._open, self._counts, self._graph = None, [], {}, []
+        self.current, self.open, self.counts, self.graph = None, [], {}, []
         self._borrows = False
         self.once.end()
-        need = self._needed()
+        need = self.needed()
         if not need:
             return
-        self._asked, parameters = need, list(model.parameters())
+        anatomy = Anatomy.of(model)
+        self.asked, parameters = need, anatomy.parameters
         self._borrows = self._is_lent(parameters)
         if self._borrows:
             return
@@ -175,32 +182,40 @@ class Tape:
             self._drop()
         elif self.records:
             self.before_pass()
-        self._scaling.watch(parameters)
-        if self._thawed != (thawed := [p.requires_grad for p in parameters]):
-            self._thawed, self.asking = thawed, None  # others may act
+        self._look_at(parameters)
         if need.calls or need.states:  # then the model may run again
             self._keep_places()
             self._others.watch()
         given = args, kwargs
         args, kwargs = detached(given)
-        self._current = Pass(_batch_size(args, kwargs), args, kwargs, versions_of((args, kwargs)))
-        self._current.turn, self._turns = self._turns, self._turns + 1
-        self._current.autocast = Autocast.capture(model)
-        if need.rank != 1 and self._current.batch is not None and not self.records and not self._several:
-            self._current.groups, self.once.gram = Groups.of(self._current.batch, need.rank), need.gram
-        self._current.rng = AllRNG.capture(devices_of(model)) if need.calls or need.states else None
-        self._current.summed = self.summed() if need.calls and not need.states else {}
+        this = self.current = Pass(_batch_size(args, kwargs), args, kwargs, versions_of((args, kwargs)))
+        this.turn, self._turns = self._turns, self._turns + 1
+        this.autocast, rng = Autocast.of(anatomy), AllRNG.capture(anatomy.devices)
+        if need.rank != 1 and this.batch is not None and not self.records and not self._several:
+            this.groups, self.once.gram = Groups.of(this.batch, need.rank), need.gram
+        this.rng = rng if need.calls or need.states else None
+        this.summed = self.summed() if need.calls and not need.states else {}
         if need.states:
-            self._current.environment = Environment.capture(model)
+            this.environment = Environment.of(model, anatomy, rng, this.autocast)
         if need.flow or need.states:
-            self._current.given = tuple((t.shape, t.dtype) for t in tensors(given))
-            self._current.watched = self._follower.begin(model, tensors(given), self._current.given, self._read)
-        self._current.whole, self._current.split = need.whole, need.split
+            this.given = tuple((t.shape, t.dtype) for t in tensors(given))
+            this.watched = self.follower.begin(model, tensors(given), this.given, rng.of_torch, self._read)
+        this.whole, this.split = need.whole, need.split
+
+    def _look_at(self, parameters: list[nn.Parameter]) -> None:
+        """Which are trained? Mostly those of the last pass."""
+        known = [(id(p), p.requires_grad) for p in parameters]
+        if known == self._known:
+            return
+        self._known, self.asking = known, None  # others may act
+        self._scaling.watch(parameters)
+        held = {n: m._parameters.values() for n, m in self._modules.items()}
+        self._trained_modules = {n for n, own in held.items() if any(p is not None and p.requires_grad for p in own)}
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         self.once.end()
-        flow = self._follower.end(output, self._current)
-        this, self._current, self._open = self._current, None, []
+        flow = self.follower.end(output, self.current)
+        this, self.current, self.open = self.current, None, []
         borrows, self._borrows = self._borrows, False
         idle = self._others.rest()
         if borrows and output is not None:
@@ -216,15 +231,16 @@ class Tape:
             return None
         if not self._trained:
             self.order, self.flow = this.order, flow
-        outputs, need = floating(output), self.need()
+        outputs, need = floating(output), self.asked
         if need.flow and not need.states:
             seen = Pass(None, order=this.order, flow=flow)  # without what it saw
             self._when_trained_on(outputs, lambda: self._settle(seen))
         if not need.states:
             return None
         nodes = [t.grad_fn for t in outputs if t.grad_fn is not None]
-        this.chain = self._chain = self._is_chain(tuple(this.order), nodes)
-        self._graph = []
+        # one that is watched for edges was none before, and its graph has not been looked at
+        this.chain = self._chain = this.watched is None and self._is_chain(tuple(this.order), nodes)
+        self.graph = []
         numbers = iter(range(len(outputs)))
 
         def alias(t: Tensor) -> Tensor:
@@ -232,13 +248,76 @@ class Tape:
             i = next(numbers) if t.is_floating_point() else -1
             if t.grad_fn is None or i < 0:
                 return t
-            return self._alias(t, this, this.sinks, this.D, i, then=lambda: self._settle(this))
+            return self.alias(t, this, None, this.D, i)
 
         return mapped(alias, output)
 
-    def _rows(self, this: Pass) -> int | None:
-        """The number of samples, if changes are to be told sample by sample."""
-        return this.batch if this.split else None
+    def alias(self, t: Tensor, this: Pass, record: Record | None, store: dict[Any, Reading], key: Any) -> Tensor:
+        """An alias of a tensor for one reader: a hook on it sees the gradient through this edge alone, and keeps it.
+
+        ``record``: the call that reads it, if one does.
+        """
+        reading = store[key] = Reading(t, this.batch if this.split else None)
+        t = t.view_as(t)
+        outside = store is this.D
+
+        def hook(g: Tensor) -> None:
+            if not self.hears(this, record):
+                return
+            if record is not None and not record.arrived:
+                self.take(record)
+            compared = outside or this.compared  # outputs always are
+            reading.arrive(g, last=not graph_is_kept(), kept=compared, sized=not compared)
+            if outside:
+                self._settle(this)
+
+        t.register_hook(hook)
+        return t
+
+    def _read(self, t: Tensor, value: int, entry: int) -> Tensor:
+        """An operation is about to read a tensor, by an edge that is watched."""
+        this = self.current
+        return t if this is None else self.alias(t, this, None, this.readings, (value, entry))
+
+    def hears(self, this: Pass, record: Record | None) -> bool:
+        """Does what arrives at a pass, or at a call in it, belong to the step?"""
+        if this.all_reached():
+            return self._backwards.counts_for_all()
+        return self._backwards.counts(this.sinks if record is None else record.sinks)
+
+    def take(self, record: Record) -> None:
+        """Its first adjoint has arrived. The groups of one pass are others where there are two: what the backward pass
+        has split is of no use.
+        """
+        first = self.records[0].origin if self.records else record.origin
+        if first is not record.origin:
+            if first.groups is not None:
+                for other in self.records:
+                    other.columns.clear()
+            first.groups = record.origin.groups = None
+        self.records.append(record)
+        record.arrived = True
+
+    def foresees(self, this: Pass) -> bool:
+        """Is it known what is read of a pass, which has done so far what was expected, and is that all that is asked?
+        Then nothing else need be watched, once it is certain that the pass comes on the tape.
+        """
+        if not this.announced or self.asked.calls or this.whole or not self.follower.follows:
+            return False
+        return this.watched is not None or self.follows_chain
+
+    @property
+    def follows_chain(self) -> bool:
+        """Is the pass expected to be a chain, of which it is known who asks?"""
+        return self._chain and self.asking is not None
+
+    def _wants_scale(self) -> bool:
+        """Is it of interest what becomes of the gradients of the backward pass under way?"""
+        task = torch._C._current_graph_task_id()
+        if self._wanted[0] != task:
+            need = self.need()
+            self._wanted = task, need.calls or need.states
+        return self._wanted[1]
 
     def _when_trained_on(self, outputs: list[Tensor], then: Callable[[], None]) -> None:
         """For passes of which nothing else is asked."""
@@ -255,7 +334,7 @@ class Tape:
         """This pass is trained on. Others, before or after it, have no say in who acts when."""
         self.order, self.flow, self._trained = this.order, this.flow, True
         if not this.settled and this.flow is not None:
-            self._follower.learn(this.given, this.flow)
+            self.follower.learn(this.given, this.flow)
         this.settled = True
 
     def _borrow(self) -> None:
@@ -268,200 +347,6 @@ class Tape:
         cast(Hooks, self.model._forward_pre_hooks).move_to_end(first.id, last=False)
         cast(Hooks, self.model._forward_hooks).move_to_end(last.id)
 
-    # --- its modules ---
-
-    def _before(self, name: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            opened = len(self._open)
-            with self._follower.aside():
-                passed_on = act(module, args, kwargs)
-            if len(self._open) > opened:
-                self.once.begin(self._open[-1])
-            return passed_on
-
-        def act(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            occurrence = self._counts.get(name, 0)
-            self._counts[name] = occurrence + 1
-            if self.rollout is not None:
-                self.rollout.before(name, occurrence, tensors((args, kwargs)))
-                return None
-            if name in self._measured:
-                self._follower.enter(name, args, kwargs)
-            need = self._needed()
-            if not need:
-                return None
-            this = self._current or Pass(None)
-            this.order.append(name)
-            # a module around other players would count their changes a second time
-            if not (need.calls or need.states) or name not in self._measured:
-                return None
-            record = Record(name, module, occurrence, this)
-            if need.calls:
-                record.args, record.kwargs = detached(args), detached(kwargs)
-                record.versions = versions_of((args, kwargs))
-            record.training = module.training
-            own = sinks_of(module)
-            this.sinks += own
-            record.sinks = own or this.sinks  # a frozen layer goes by the others
-            record.autocast = autocast_dtype(module)
-            if name in self.randomised:
-                record.rng = RNGState.capture(devices_of(module))
-            self._open.append(record)
-            return self._watch_inputs(record, args, kwargs) if need.states else None
-
-        return hook
-
-    def _watch_inputs(self, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Pass on aliases of the inputs."""
-        nodes: list[Any] = []
-        args = self._pass_on(record, nodes, args)
-        kwargs = {name: self._pass_on(record, nodes, value) for name, value in kwargs.items()}
-        self._graph.append((nodes, []))
-        return args, kwargs
-
-    def _pass_on(self, record: Record, nodes: list[Any], value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._watched(record, nodes, value, alias=True)
-        if type(value) is tuple:
-            return tuple(self._pass_on(record, nodes, v) for v in value)
-        for t in tensors(value):  # whoever gave us a list or dict may want it back with what the module adds to it
-            self._watched(record, nodes, t, alias=False)
-        return value
-
-    def _watched(self, record: Record, nodes: list[Any], t: Tensor, alias: bool) -> Tensor:
-        if not t.is_floating_point():
-            return t
-        i, this = record.arity, record.origin
-        record.arity += 1
-        if not t.requires_grad:
-            return t
-        nodes.append(t.grad_fn)
-        if not alias:
-            record.opaque = True
-            return t
-        if this.watched is not None and not this.watched.into_player(record.name, record.occurrence, i):
-            return t
-        if self._chain and self.asking is not None and record.name not in self.asking:
-            record.opaque = True
-            return t
-        return self._alias(t, this, record.sinks, record.readings, i)
-
-    def _read(self, t: Tensor, value: int, entry: int) -> Tensor:
-        """An operation is about to read a tensor, by an edge that is watched."""
-        this = self._current
-        return t if this is None else self._alias(t, this, this.sinks, this.readings, (value, entry))
-
-    def _alias(
-        self,
-        t: Tensor,
-        this: Pass,
-        sinks: Sinks,
-        store: dict[Any, Reading],
-        key: Any,
-        then: Callable[[], None] = lambda: None,
-    ) -> Tensor:
-        """An alias of a tensor for one reader: a hook on it sees the gradient through this edge alone, and keeps it."""
-        reading = store[key] = Reading(t, self._rows(this))
-        t = t.view_as(t)
-
-        def hook(g: Tensor) -> None:
-            if self._backwards.counts(sinks):
-                compared = this.compared or store is this.D  # outputs always are
-                reading.arrive(g, last=not graph_is_kept(), kept=compared, sized=not compared)
-                then()
-
-        t.register_hook(hook)
-        return t
-
-    def _after(self, name: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            if self.rollout is not None:
-                self.rollout.after(name, self._counts[name] - 1, floating(output))
-                return None
-            self.once.end()
-            with self._follower.aside():
-                changed = self._watch_outputs(module, output)
-                if name in self._measured:
-                    self._follower.leave(name, output if changed is None else changed)
-            return changed
-
-        return hook
-
-    def _watch_outputs(self, module: nn.Module, output: Any) -> Any:
-        if not self._open or self._open[-1].module is not module:
-            return None
-        record = self._open.pop()
-        handed_out = any(t.requires_grad and t.grad_fn is None for t in floating(output))
-        if handed_out:  # a hook on a leaf (a parameter, handed out as it is) would stay for ever
-            output = mapped(lambda t: t.view_as(t) if t.requires_grad and t.grad_fn is None else t, output)
-        outputs = floating(output)
-        keep = self._keepers(record, outputs) if any(t.requires_grad for t in outputs) else []
-        adapter = record.origin.summed.get(record.name) if len(outputs) == 1 else None
-        for i, t in enumerate(outputs):
-            if t.requires_grad:
-                t.register_hook(self._arrival(record, i, keep, adapter))
-                if self._graph:
-                    self._graph[-1][1].append(t.grad_fn)
-        return output if handed_out else None
-
-    def _arrival(
-        self, record: Record, i: int, keep: list[Callable[[], None]], adapter: Adapter | None
-    ) -> Callable[[Tensor], None]:
-        """The hook of output i. ``adapter``: with which the call is added to others, if it may be."""
-        kept = record.origin.whole or self._asked.calls
-
-        def hook(h: Tensor) -> None:
-            if not self._backwards.counts(record.sinks) or record.tallies:
-                return
-            if not record.arrived:
-                self._join(record.origin)
-                self.records.append(record)
-                record.arrived = True
-                for each in keep:
-                    each()
-            if kept:
-                add(record.h, i, h)
-            if not record.origin.compared:
-                record.sizes.setdefault(i, (h.dtype, []))[1].append(product(h.detach(), h.detach()))
-            record.spent = not graph_is_kept()
-            if adapter is not None and record.spent:
-                add_up(record, adapter)
-
-        return hook
-
-    def _join(self, this: Pass) -> None:
-        """The groups of one pass are others where there are two: what the backward pass has split is of no use."""
-        first = self.records[0].origin if self.records else this
-        if first is this:
-            return
-        if first.groups is not None:
-            for record in self.records:
-                record.columns.clear()
-        first.groups = this.groups = None
-
-    def _keepers(self, record: Record, outputs: list[Tensor]) -> list[Callable[[], None]]:
-        """What keeps the outputs, those that the loss does not depend on included, once the first adjoint arrives.
-
-        In a chain outputs are not compared, and nothing here holds on to them; a host will ask for its own.
-        """
-        need = self.need()
-        if (need.states and record.origin.whole) or (need.calls and isinstance(record.module, Host)):
-            # detached tensors share their memory: an in-place activation after the layer overwrites them
-            return [self._keeper(record, i, t.detach()) for i, t in enumerate(outputs)]
-        return []
-
-    def _keeper(self, record: Record, i: int, out: Tensor) -> Callable[[], None]:
-        """Keeps the output as it was: a copy, until it is known that nobody overwrites it."""
-        version, kept = out._version, out if record.name in self._left_alone else out.clone()
-
-        def keep() -> None:
-            overwritten = out._version != version
-            (self._left_alone.discard if overwritten else self._left_alone.add)(record.name)
-            if not (overwritten and kept is out):
-                record.outputs[i] = kept
-
-        return keep
-
     def _is_chain(self, order: tuple[str, ...], outputs: list[Any]) -> bool:
         """Is the input of every layer the whole state?
 
@@ -470,17 +355,12 @@ class Tape:
         never taken for one again, since only then are outputs kept (from the next pass on) that changes are added up
         from.
         """
-        trained = {n for n, m in self._modules.items() if any(p.requires_grad for p in m.parameters(recurse=False))}
-        if not trained <= self._measured & set(order):
+        if not self._trained_modules <= self.measured & set(order):
             return False
-        key = (order, tuple(bool(nodes) for _, nodes in self._graph))
+        key = (order, tuple(bool(nodes) for _, nodes in self.graph))
         if self._chains.get(key, True):
-            self._chains[key] = is_chain(self._graph, outputs)
+            self._chains[key] = is_chain(self.graph, outputs)
         return self._chains[key]
-
-
-def devices_of(module: nn.Module) -> set[torch.device]:
-    return {p.device for p in module.parameters()}
 
 
 def _batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:

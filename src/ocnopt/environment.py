@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from ocnopt.anatomy import Anatomy, modules_of
 from ocnopt.hooks import Others
 from ocnopt.rng import AllRNG
 
@@ -18,8 +19,8 @@ class Buffers:
     undone.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._places = [(m._buffers, name, b) for m in model.modules() for name, b in m._buffers.items()]
+    def __init__(self, model: nn.Module | Anatomy) -> None:
+        self._places = (model if isinstance(model, Anatomy) else Anatomy.of(model)).buffers
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for _, _, b in self._places:
             if b is not None:
@@ -27,7 +28,7 @@ class Buffers:
         # few operations for many buffers
         self._kept = [(theirs, [torch.empty_like(b, requires_grad=False) for b in theirs]) for theirs in alike.values()]
         for theirs, values in self._kept:
-            torch._foreach_copy_(values, [b.detach() for b in theirs])
+            torch._foreach_copy_(values, [b.detach() if b.requires_grad else b for b in theirs])
 
     def restore(self) -> None:
         for owner, name, b in self._places:
@@ -45,7 +46,12 @@ class Autocast:
 
     @classmethod
     def capture(cls, model: nn.Module) -> Autocast:
-        devices = sorted({t.device.type for t in (*model.parameters(), *model.buffers())})
+        return cls.of(Anatomy.of(model))
+
+    @classmethod
+    def of(cls, anatomy: Anatomy) -> Autocast:
+        buffers = {b.device for _, _, b in anatomy.buffers if b is not None}
+        devices = sorted({device.type for device in anatomy.devices | buffers})
         return cls(tuple((d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in devices))
 
     @contextlib.contextmanager
@@ -59,7 +65,7 @@ class Autocast:
 @contextlib.contextmanager
 def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
     """Train or eval mode as it was, should it have changed since."""
-    modes = _modes(module)
+    modes = _modes(modules_of(module))
     if module.training != training:
         module.train(training)
     try:
@@ -81,8 +87,13 @@ class Environment:
 
     @classmethod
     def capture(cls, model: nn.Module) -> Environment:
-        rng = AllRNG.capture({p.device for p in model.parameters()})
-        return cls(rng, Buffers(model), _modes(model), Autocast.capture(model), model)
+        anatomy = Anatomy.of(model)
+        return cls.of(model, anatomy, AllRNG.capture(anatomy.devices), Autocast.of(anatomy))
+
+    @classmethod
+    def of(cls, model: nn.Module, anatomy: Anatomy, rng: AllRNG, autocast: Autocast) -> Environment:
+        """What is known of it need not be asked for again."""
+        return cls(rng, Buffers(anatomy), _modes(anatomy.modules), autocast, model)
 
     @contextlib.contextmanager
     def repeated(self) -> Iterator[None]:
@@ -90,7 +101,8 @@ class Environment:
 
         Nothing is compiled in it: what is cached would be used when the hooks are to be called again.
         """
-        found, modes, quiet = Buffers(self.model), _modes(self.model), Others(self.model).silent(self.idle)
+        anatomy = Anatomy.of(self.model)
+        found, modes, quiet = Buffers(anatomy), _modes(anatomy.modules), Others(self.model).silent(self.idle)
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), self.rng.restored(), self.autocast.restored():
             try:
                 self.buffers.restore()
@@ -102,16 +114,19 @@ class Environment:
                 _set_modes(modes)
 
 
-def _modes(model: nn.Module) -> list[tuple[nn.Module, bool]]:
-    return [(module, module.training) for module in model.modules()]
+def _modes(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, bool]]:
+    return [(module, module.training) for module in modules]
 
 
 def _set_modes(modes: list[tuple[nn.Module, bool]]) -> None:
     for module, training in modes:
-        module.training = training
+        if module.training is not training:
+            module.training = training
 
 
 def autocast_dtype(module: nn.Module) -> torch.dtype | None:
+    if not torch._C._is_any_autocast_enabled():
+        return None
     device = next((p.device.type for p in module.parameters()), "cpu")
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 

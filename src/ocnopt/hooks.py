@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.nn.modules import module as torch_module
 
+from ocnopt.anatomy import modules_of
+from ocnopt.apart import apart, compiler, disabled
 from ocnopt.trees import tensors
 
 #: hooks by their number, which no two of them share
@@ -31,8 +32,10 @@ class Hook:
     def __init__(self, act: Callable[..., Any] | None = None) -> None:
         self.act = act
 
-    @_disable_dynamo
+    @apart
     def __call__(self, *args: Any) -> Any:
+        if compiler() is not None:
+            return disabled(_call)(self.act, *args)
         return None if self.act is None else self.act(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
@@ -42,6 +45,10 @@ class Hook:
         return Hook, ()
 
 
+def _call(act: Callable[..., Any] | None, *args: Any) -> Any:
+    return None if act is None else act(*args)
+
+
 class Watched:
     """Stands for a hook while a pass runs: does it change anything that the model computes with?"""
 
@@ -49,8 +56,13 @@ class Watched:
         self.hook, self.before = hook, before
         self.changes = self.lends = False
 
-    @_disable_dynamo
+    @apart
     def __call__(self, module: nn.Module, *args: Any) -> Any:
+        if compiler() is not None:
+            return disabled(Watched._call)(self, module, *args)
+        return self._call(module, *args)
+
+    def _call(self, module: nn.Module, *args: Any) -> Any:
         given, own = _seen(tensors(args)), _seen(self._own(module))
         result = self.hook(module, *args)
         returned = result is not None and not any(result is arg for arg in args)
@@ -108,6 +120,8 @@ class Others:
         that lends weights stands nearer: it lends those that a layer has after it acted.
         """
         pre, post = cast(Hooks, module._forward_pre_hooks), cast(Hooks, module._forward_hooks)
+        if len(pre) == len(post) == 1:  # nobody else is there
+            return
         lending = [number for number in pre if number in self._watched and self._watched[number].lends]
         if lending or not isinstance(pre[next(reversed(pre))], Hook):
             for number in (before, *lending):
@@ -127,16 +141,17 @@ class Others:
         finally:
             self._put_back()
 
-    def _places(self) -> Iterator[tuple[Any, bool]]:
+    def _places(self) -> list[tuple[Any, bool]]:
         """All hooks, and whether they come before the module. Those before the model itself are being called already
         when a pass begins, and are left alone.
         """
-        yield torch_module._global_forward_pre_hooks, True
-        yield torch_module._global_forward_hooks, False
-        for module in self.model.modules():
-            if module is not self.model:
-                yield module._forward_pre_hooks, True
-            yield module._forward_hooks, False
+        before, after = [torch_module._global_forward_pre_hooks], [torch_module._global_forward_hooks]
+        for module in modules_of(self.model):
+            if module._forward_pre_hooks and module is not self.model:
+                before.append(module._forward_pre_hooks)
+            if module._forward_hooks:
+                after.append(module._forward_hooks)
+        return [*((hooks, True) for hooks in before if hooks), *((hooks, False) for hooks in after if hooks)]
 
     def _replace(self, hooks: Hooks, number: int, stand_in: Callable[..., Any]) -> None:
         self._replaced.append((hooks, number, hooks[number]))

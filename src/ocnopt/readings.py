@@ -7,6 +7,7 @@ itself need not be kept. Adjoints take the place of what autograd lets go.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
@@ -17,6 +18,8 @@ from ocnopt.layers.base import compute_dtype
 from ocnopt.linalg import without_autocast
 
 K = TypeVar("K")
+
+_AS_IT_IS = nullcontext()
 
 
 class Reading:
@@ -41,7 +44,6 @@ class Reading:
         reading.arrive(adjoint, last=True)
         return reading
 
-    @torch.no_grad()
     def arrive(self, adjoint: Tensor, last: bool, kept: bool = True, sized: bool = False) -> None:
         """Add an adjoint to those that came before.
 
@@ -50,6 +52,10 @@ class Reading:
             kept: a second pass is going to be compared with it.
             sized: other readings are. That is all that it can be used for if it is not kept.
         """
+        with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:  # as it hardly ever is in a backward pass
+            self._arrive(adjoint, last, kept, sized)
+
+    def _arrive(self, adjoint: Tensor, last: bool, kept: bool, sized: bool) -> None:
         self._spoilt = self.overwritten or self._tensor is None  # none was to follow, and one did
         if self._tensor is None:
             return

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ocnopt.backwards import Sinks as Sinks
+from ocnopt.backwards import all_reached, sinks_of
 from ocnopt.curvature.tally import Tally
 from ocnopt.environment import Autocast, Environment
 from ocnopt.games.edges import Edges
@@ -20,9 +22,6 @@ from ocnopt.readings import Reading, arrived
 from ocnopt.rng import AllRNG, RNGState
 from ocnopt.tallies import Account
 from ocnopt.trees import mapped, tensors
-
-#: the autograd nodes that add to ``p.grad``
-Sinks = Sequence[Any]
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,8 @@ class Pass:
     draws: Draws = field(default_factory=dict)
     fixed: str | None = None  # why it cannot be run again stage by stage
     D: dict[int, Reading] = field(default_factory=dict)  # the outputs of the model, as the loss read them
-    sinks: list[Any] = field(default_factory=list)
+    called: dict[nn.Module, None] = field(default_factory=dict)  # the modules that were watched in it
+    announced: bool = False  # is there a record that will come on the tape with its output's adjoint?
     scale: Tensor | None = None  # the factor by which adjoints are to be multiplied, if any
     turn: int = 0  # which pass since the hooks were set
     groups: Groups | None = None  # its samples, where it is split already in the backward pass
@@ -73,6 +73,22 @@ class Pass:
     mixed_inputs: frozenset[str] = frozenset()  # those of them in whose input it is so
     summed: Mapping[str, Adapter] = field(default_factory=dict)  # of the layers whose calls may be added up
     accounts: dict[tuple[str, str], Account] = field(default_factory=dict)  # of them, and of layers inside hosts
+    _sinks: Sinks | None = None
+    _reached: tuple[int, bool] = (-1, False)  # in which backward pass
+
+    @property
+    def sinks(self) -> Sinks:
+        """Of all its modules. Found when a backward pass comes by: most passes are one."""
+        if self._sinks is None:
+            self._sinks = sinks_of(*self.called)
+        return self._sinks
+
+    def all_reached(self) -> bool:
+        """Does the backward pass under way add to the gradients of all its modules?"""
+        task = torch._C._current_graph_task_id()
+        if self._reached[0] != task:
+            self._reached = task, all_reached(self.sinks)
+        return self._reached[1]
 
     @property
     def compared(self) -> bool:
@@ -130,7 +146,6 @@ class Record:
     autocast: torch.dtype | None = None
     arity: int = 0  # how many floating-point tensors it read
     opaque: bool = False  # some of its inputs were not read: they came in a list or dict, or nobody was to ask
-    sinks: Sinks = ()
     readings: dict[int, Reading] = field(default_factory=dict)  # by input
     outputs: dict[int, Tensor] = field(default_factory=dict)
     arrived: bool = False  # is it on the tape?
@@ -143,6 +158,14 @@ class Record:
     # what its calls have been added to, by path, with those of its other executions in the same pass
     tallies: dict[str, Tally] = field(default_factory=dict)
     spent: bool = False  # no other backward pass can come by
+    _sinks: Sinks | None = None
+
+    @property
+    def sinks(self) -> Sinks:
+        """A frozen layer goes by the others."""
+        if self._sinks is None:
+            self._sinks = sinks_of(self.module) or self.origin.sinks
+        return self._sinks
 
     def calls(self, path: str) -> list[Call]:
         """Of the module itself, or of the layer of that name inside it; none where they have been added up."""

@@ -74,6 +74,9 @@ class AllRNG:
         cpu = torch.device("cpu")
         if self.python != other.python or not torch.equal(self.of_torch.states[cpu], other.of_torch.states[cpu]):
             return False
+        return self._same_numpy_as(other)
+
+    def _same_numpy_as(self, other: AllRNG) -> bool:
         numbers = zip(self.numpy or (), other.numpy or (), strict=True)
         return all(sys.modules["numpy"].array_equal(mine, theirs) for mine, theirs in numbers)
 
@@ -83,14 +86,15 @@ class AllRNG:
         present = AllRNG.capture()
         try:
             with self.of_torch.restored():
-                self._apply()
+                self._apply(present)
                 yield
         finally:
             present._apply()
 
-    def _apply(self) -> None:
+    def _apply(self, present: AllRNG | None = None) -> None:
+        """``present``: what there is, if that is known."""
         random.setstate(self.python)
-        if self.numpy is not None:
+        if self.numpy is not None and (present is None or not self._same_numpy_as(present)):
             sys.modules["numpy.random"].set_state(self.numpy)
 
 

@@ -50,7 +50,9 @@ class Scaling:
         if not self._wanted() or (len(self._kept) >= _PARAMETERS and p not in self._kept and p not in self._shared):
             return
         if p.grad is not None and not _untouched(p):
-            self._kept[p], self._left[p] = _sample(p.grad).clone(), (p.grad, p.grad._version)
+            grad, number = p.grad.detach(), min(p.grad.numel(), _ENTRIES)
+            self._kept[p] = torch.narrow_copy(grad.reshape(-1), 0, 0, number)
+            self._left[p] = p.grad, p.grad._version
 
     def clear(self) -> None:
         self._kept.clear()
@@ -77,7 +79,7 @@ class Scaling:
         if not kept:
             return None
         device = kept[0][0].device
-        then, now = (torch.cat([t.to(device, torch.float64) for t in column]) for column in zip(*kept, strict=True))
+        then, now = (torch.cat([t.to(device) for t in column]).to(torch.float64) for column in zip(*kept, strict=True))
         # nobody waits for a CPU, and a factor of 1 need not be multiplied by
         return None if device.type == "cpu" and torch.equal(then, now) else _ratio(then, now)
 

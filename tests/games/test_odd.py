@@ -400,7 +400,7 @@ def test_constants_do_not_pile_up() -> None:
     for seed in range(5):
         step(model, opt, seed)
         assert opt.game.why_accumulated is None
-    assert len(opt._tape._follower._flows) == 1
+    assert len(opt._tape.follower._flows) == 1
 
 
 def test_without_a_data_flow_a_linear_game_says_so() -> None:

@@ -27,7 +27,7 @@ STEPS = 5
 @contextmanager
 def unforeseen() -> Iterator[None]:
     """Every pass is looked at as if it were the first."""
-    with patch.object(Habit, "watched", lambda self: None):
+    with patch.object(Habit, "expected", lambda self: None):
         yield
 
 

@@ -97,8 +97,10 @@ class Aligner:
         self._steps = 0
         self.world = World()  # all processes that train one network must choose the same
 
-    def choose(self, rules: Mapping[str, Alignment], schedule: Schedule, modules: Sequence[str]) -> dict[str, int]:
-        """By how many stages each branch is late."""
+    def choose(
+        self, rules: Mapping[str, Alignment], schedule: Schedule, modules: Callable[[], Sequence[str]]
+    ) -> dict[str, int]:
+        """By how many stages each branch is late. ``modules``: the names that there are."""
         scopes = _scopes(rules, schedule.branches, modules)
         late: dict[str, int] = {}
         for prefix in sorted(scopes, key=lambda prefix: rules[prefix].rule == "adaptive"):  # what may be refused first
@@ -193,7 +195,7 @@ class Aligner:
 
 
 def _scopes(
-    rules: Mapping[str, Alignment], branches: Sequence[Branch], modules: Sequence[str]
+    rules: Mapping[str, Alignment], branches: Sequence[Branch], modules: Callable[[], Sequence[str]]
 ) -> dict[str, list[Branch]]:
     """The branches that each rule is for: the longest prefix counts."""
     scopes: dict[str, list[Branch]] = {prefix: [] for prefix in rules}
@@ -203,7 +205,7 @@ def _scopes(
             scopes[max(fitting, key=len)].append(branch)
     for prefix, theirs in scopes.items():
         # a branch that this pass did not take is still one
-        if prefix and not theirs and prefix not in modules:
+        if prefix and not theirs and prefix not in modules():
             known = ", ".join(repr(branch.name) for branch in branches) or "none"
             raise ValueError(f"alignment names {prefix!r}, but the branches of this network that can move are: {known}")
     return scopes

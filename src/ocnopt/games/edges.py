@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import cached_property
 
 from torch import fx
 
@@ -11,6 +12,8 @@ from ocnopt.games.schedule import Placement
 
 #: a node, and one that reads it
 Edge = tuple[fx.Node, fx.Node]
+
+_NONE: set[int] = set()
 
 
 class Edges:
@@ -29,17 +32,23 @@ class Edges:
         self.into_players = [edge for edge in crossing if edge[1].op == "call_module"]
         self.into_operations = [edge for edge in crossing if edge[1].op != "call_module"]
         self.into_outputs = [(i, node) for i, node in enumerate(flow.outputs) if node is not None and stage[node] >= 0]
-        self._of_players = frozenset(
-            (name_of(call), occurrence, i)
+        crossing_players = set(self.into_players)
+        #: source, call, which call of which module, and which of its inputs
+        self.places_of_players = [
+            (node, call, (name_of(call), occurrence), i)
             for call, occurrence in occurrences(flow).items()
             for i, node in enumerate(arguments(call))
-            if (node, call) in set(self.into_players)
-        )
+            if (node, call) in crossing_players
+        ]
+        self._of_players = frozenset((*key, i) for _, _, key, i in self.places_of_players)
+        self._inputs: dict[tuple[str, int], set[int]] = defaultdict(set)
+        for name, occurrence, i in self._of_players:
+            self._inputs[name, occurrence].add(i)
         self._of_operations: dict[int, set[int]] = defaultdict(set)
         for source, user in self.into_operations:
             self._of_operations[user.meta["entry"]].add(source.meta["turn"])
 
-    @property
+    @cached_property
     def hidden(self) -> bool:
         """Is anything overwritten that goes along one? Then no alias of it can be made, or it is spoilt when the
         backward pass comes by.
@@ -55,13 +64,13 @@ class Edges:
             return False
         return all(turns <= others.into_operation(entry) for entry, turns in self._of_operations.items())
 
-    def into_player(self, name: str, occurrence: int, i: int) -> bool:
-        """Is input i of that call the end of one?"""
-        return (name, occurrence, i) in self._of_players
+    def into_player(self, name: str, occurrence: int) -> set[int]:
+        """The inputs of that call that are the ends of some."""
+        return self._inputs.get((name, occurrence), _NONE)
 
     def into_operation(self, entry: int) -> set[int]:
         """The values that the operation of an entry reads by one."""
-        return self._of_operations.get(entry, set())
+        return self._of_operations.get(entry, _NONE)
 
 
 def _overwrites(user: fx.Node, source: fx.Node) -> bool:

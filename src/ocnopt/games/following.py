@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from ocnopt.games.edges import Edges
-from ocnopt.games.flow import Flow, Read, Recorder, is_due
+from ocnopt.games.flow import Flow, is_due
+from ocnopt.games.recorder import Read, Recorder, is_innermost
 from ocnopt.rng import RNGState
 
 if TYPE_CHECKING:
@@ -20,21 +20,6 @@ if TYPE_CHECKING:
 _HABITS = 16
 
 
-class Aside:
-    """Takes the innermost mode off its stack for a while."""
-
-    def __init__(self, there: bool) -> None:
-        self._there = there
-        self._mode: TorchFunctionMode | None = None
-
-    def __enter__(self) -> None:
-        self._mode = _pop_mode() if self._there else None
-
-    def __exit__(self, *raised: object) -> None:
-        if self._mode is not None:
-            _push_mode(self._mode)
-
-
 @dataclass
 class Habit:
     """What the model did the last times that it was given the like."""
@@ -42,9 +27,13 @@ class Habit:
     flow: Flow
     times: int = 0
 
+    def expected(self) -> Flow | None:
+        """What the next pass is likely to do."""
+        return self.flow if self.times > 1 and self.flow.unknown is None else None
+
     def watched(self) -> Edges | None:
-        """What the next pass is to be watched for, if it is likely to do the same, and nobody wants to see more."""
-        foreseen = self.times > 1 and self.flow.why_fixed is None and not is_due(self.flow)
+        """What it is to be watched for, if nobody wants to see more."""
+        foreseen = self.expected() is not None and self.flow.fixed is None and not is_due(self.flow)
         return self.flow.watched if foreseen else None
 
 
@@ -58,26 +47,21 @@ class Follower:
         self._random: RNGState | None = None
         self._draws = True  # does the model draw random numbers? Until the first pass is over it may
 
-    def begin(self, model: nn.Module, inputs: list[Tensor], given: Any, read: Read) -> Edges | None:
+    def begin(self, model: nn.Module, inputs: list[Tensor], given: Any, rng: RNGState, read: Read) -> Edges | None:
         """What is to be watched of the pass, if it can be foreseen what it is going to do; ``read`` is told of it.
 
-        ``given``: what passes have in common that are likely to do the same.
+        ``given``: what passes have in common that are likely to do the same; ``rng``: the present random numbers.
         """
         self._abandon()
-        habit = self._habits.get(given)
-        watched = None if habit is None else habit.watched()
-        self._random = RNGState.capture({p.device for p in model.parameters()})
-        self._recorder = Recorder(model, inputs, self._random.states if self._draws else None, watched, read)
+        habit, self._random = self._habits.get(given), rng
+        expected, watched = (None, None) if habit is None else (habit.expected(), habit.watched())
+        self._recorder = Recorder(model, inputs, rng.states if self._draws else None, expected, watched, read)
         self._recorder.__enter__()  # type: ignore[no-untyped-call]
         return watched
 
     def clear(self) -> None:
         """Between passes nothing is recorded."""
         self._abandon()
-
-    def aside(self) -> Aside:
-        """A block in which nothing is recorded, nor is it slowed down by somebody who looks on."""
-        return Aside(self._recorder is not None)
 
     def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._recorder is not None:
@@ -87,11 +71,16 @@ class Follower:
         if self._recorder is not None:
             self._recorder.leave(name, output)
 
+    @property
+    def follows(self) -> bool:
+        """Does the pass under way do what was expected of it?"""
+        return self._recorder is not None and self._recorder.follows
+
     def end(self, output: Any, this: Pass | None) -> Flow | None:
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             return None
-        recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        recorder.__exit__(None, None, None)
         if this is None or self._random is None:
             return None
         flow, this.draws = recorder.finish(output, self._flows), recorder.draws
@@ -119,6 +108,5 @@ class Follower:
         if recorder is None:
             return
         recorder.unknown = "the pass was interrupted"
-        stack = _get_current_function_mode_stack()
-        if stack and stack[-1] is recorder:
+        if is_innermost(recorder):
             recorder.__exit__(None, None, None)

@@ -16,6 +16,7 @@ from ocnopt.games.alignment import Aligner, Alignment
 from ocnopt.games.bandit import Bandit
 from ocnopt.games.edges import Edges
 from ocnopt.games.flow import Flow, name_of
+from ocnopt.games.program import Program
 from ocnopt.games.schedule import Branch, Placement, Schedule
 from ocnopt.games.trace import record
 from ocnopt.layers.registry import joining
@@ -42,6 +43,14 @@ class Round:
 
     def __post_init__(self) -> None:
         self.edges = Edges(self.flow, self.placement)
+        self._program: Program | None = None
+
+    @property
+    def program(self) -> Program:
+        """How to run it. Numbers in the code may be others than they were."""
+        if self._program is None or self._program.entries is not self.flow.entries:
+            self._program = Program(self.flow, self.placement)
+        return self._program
 
     @cached_property
     def anywhere(self) -> Edges:
@@ -65,9 +74,11 @@ class Game:
     def arrange(self, flow: Flow, rules: Mapping[str, Alignment]) -> Round:
         """The placement of a step."""
         schedule = self.place(flow, {}).schedule
-        modules = [] if self.model is None else [name for name, _ in self.model.named_modules()]
-        self._round = self.place(flow, self.aligner.choose(rules, schedule, modules))
+        self._round = self.place(flow, self.aligner.choose(rules, schedule, self._modules))
         return self._round
+
+    def _modules(self) -> list[str]:
+        return [] if self.model is None else [name for name, _ in self.model.named_modules()]
 
     def place(self, flow: Flow, late: Mapping[str, int]) -> Round:
         """With branches as late as they are said to be. What follows from a data flow is kept with it."""

@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ocnopt.capture import Tape
 from ocnopt.games.edges import Edges
-from ocnopt.games.flow import Flow, arguments, name_of
-from ocnopt.games.replay import records_of, replay
-from ocnopt.games.schedule import Placement
+from ocnopt.games.game import Round
+from ocnopt.games.program import Call, Run
+from ocnopt.games.replay import replay
 from ocnopt.groups import Part
-from ocnopt.readings import Reading, arrived
+from ocnopt.readings import Reading
 from ocnopt.records import Pass, Record, Rollout
 from ocnopt.rollout import Act, Measure, Predict
 from ocnopt.stages import Stages
@@ -38,41 +37,33 @@ class Term:
 class Live:
     """One pass on its data flow. Made before anybody acts."""
 
-    def __init__(self, flow: Flow, placement: Placement, edges: Edges, tape: Tape, this: Pass, part: Part) -> None:
-        self.flow, self.placement, self.tape, self.this = flow, placement, tape, this
+    def __init__(self, placed: Round, tape: Tape, this: Pass, part: Part) -> None:
+        self.flow, self.placement, self.tape, self.this = placed.flow, placed.placement, tape, this
+        self.program = placed.program
         self._batch = None if part.rank == 1 else part.groups.batch  # see Measure
-        self.records: dict[fx.Node, Record] = {}
-        self.terms: dict[fx.Node, list[Term]] = defaultdict(list)  # by source
+        self.records: dict[tuple[str, int], Record] = {}  # by call
+        self.terms: dict[int, list[Term]] = defaultdict(list)  # by the slot of the source
         self._alive: list[tuple[int, Tensor]] = []  # the last stage of each term, and its part of s
-        self._values: dict[fx.Node, Any] = {}
-        self._inputs = iter(tensors((this.args, this.kwargs)))
-        self._readers = {node: len(node.users) for node in flow.graph.nodes}
-        for node in flow.outputs:
-            if node is not None:
-                self._readers[node] += 1  # never forgotten
+        self._run = Run(self.program, tape.model, tensors((this.args, this.kwargs)), this.draws)
+        edges = placed.edges
         if this.watched is not None and edges.among(this.watched):
             self._of_players(edges)
             self._of_operations(edges)
         elif edges.into_players or edges.into_operations:
             self._again(edges)
         for i, node in edges.into_outputs:
-            if i in arrived(this.D):
-                self.terms[node].append(Term(this.D[i], placement.count))
+            if i in this.D and this.D[i].adjoint is not None:
+                self.terms[self.program.slots[node]].append(Term(this.D[i], self.placement.count))
 
     def _of_players(self, edges: Edges) -> None:
-        self.records = records_of(self.flow, self.this, self.tape.records)
-        for source, call in edges.into_players:
-            readings = arrived(self.records[call].readings) if call in self.records else {}
-            for i, node in enumerate(arguments(call)):
-                if node is source and i in readings:
-                    self._add(source, call, readings[i])
+        self.records = {(r.name, r.occurrence): r for r in self.tape.records if r.origin is self.this}
+        for source, call, key, i in edges.places_of_players:
+            record = self.records.get(key)
+            self._add(source, call, None if record is None else record.readings.get(i))
 
     def _of_operations(self, edges: Edges) -> None:
-        readings = arrived(self.this.readings)
         for source, user in edges.into_operations:
-            key = source.meta["turn"], user.meta["entry"]
-            if key in readings:
-                self._add(source, user, readings[key])
+            self._add(source, user, self.this.readings.get((source.meta["turn"], user.meta["entry"])))
 
     def _again(self, edges: Edges) -> None:
         """What was not read while the first pass ran."""
@@ -80,14 +71,15 @@ class Live:
         for (source, user), reading in replay(self.flow, self.tape, self.this, wanted, self._batch):
             self._add(source, user, reading)
 
-    def _add(self, source: fx.Node, user: fx.Node, reading: Reading) -> None:
-        self.terms[source].append(Term(reading, self.placement.stage[user]))
+    def _add(self, source: fx.Node, user: fx.Node, reading: Reading | None) -> None:
+        if reading is not None and reading.adjoint is not None:
+            self.terms[self.program.slots[source]].append(Term(reading, self.placement.stage[user]))
 
     def why_not(self, part: Part) -> str | None:
         """Why s cannot be told group by group, if so."""
-        for call, record in self.records.items():
+        for record in self.records.values():
             if any(reading.overwritten for reading in record.readings.values()):
-                return f"the input of {name_of(call)!r} was overwritten in place"
+                return f"the input of {record.name!r} was overwritten in place"
         if any(reading.overwritten for reading in self.this.readings.values()):
             return "what lies between its layers was overwritten in place"
         by_sample = (self._by_sample(source, part.groups.batch) for source in self.terms)
@@ -111,28 +103,22 @@ class Live:
         self._alive = [(last, part) for last, part in self._alive if last >= k]
         return [part for _, part in self._alive]
 
-    def advance(self, nodes: Sequence[fx.Node], measure: Measure) -> None:
+    def advance(self, calls: Sequence[Call], measure: Measure) -> None:
         """Run the operations of one stage."""
-        values = self._values
-        for node in nodes:
-            values[node] = next(self._inputs) if node.op == "placeholder" else self._value(node)
-            for term in self.terms.pop(node, ()):
-                if term.reading.shape == values[node].shape:
-                    self._alive.append((term.last, measure(term.reading, values[node])))
+        for call in calls:
+            value = self._run.value(call)
+            for term in self.terms.pop(call.slot, ()):
+                if term.reading.shape == value.shape:
+                    self._alive.append((term.last, measure(term.reading, value)))
                 else:
                     self.flow.fixed = "the shapes of its tensors depend on their values"
-            for read in node.all_input_nodes:
-                self._readers[read] -= 1
-                if not self._readers[read]:
-                    del values[read]
-
-    def _value(self, node: fx.Node) -> Any:
-        return self.flow.run(node, self._values.__getitem__, self.tape.model, self.this.draws)
+            self._run.forget(call)
 
     def change(self) -> Tensor | None:
         """⟨∂L/∂x_K, δx_K⟩, when all has run."""
         nodes = enumerate(self.flow.outputs)
-        return self.this.change({i: self._values[node] for i, node in nodes if node is not None})
+        values, slots = self._run.values, self.program.slots
+        return self.this.change({i: values[slots[node]] for i, node in nodes if node is not None})
 
 
 def roll_out(
@@ -148,13 +134,11 @@ def roll_out(
         base = base + sum((predict(seat) for seat in stages.seats[stage]), zero)
     try:
         with first.tape.following(Rollout()), first.this.environment.repeated():
-            for k, nodes in enumerate(
-                zip(*(live.placement.nodes(live.flow) for live in passes), strict=True), start=-1
-            ):
+            for k, calls in enumerate(zip(*(live.program.stages for live in passes), strict=True), start=-1):
                 if k in stages.at:
                     seen = [base, *(part for live in passes for part in live.s(k))]
                     act(stages.at[k], torch.stack(seen).sum(0) if len(seen) > 1 else base)
-                for live, theirs, measure in zip(passes, nodes, measures, strict=True):
+                for live, theirs, measure in zip(passes, calls, measures, strict=True):
                     live.advance(theirs, measure)
     except Exception as error:
         for live in passes:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ocnopt.environment import Environment
-from ocnopt.games.flow import Flow, Recorder, innermost
+from ocnopt.games.flow import Flow, innermost
+from ocnopt.games.recorder import Recorder
 from ocnopt.players import find_uses
 from ocnopt.trees import tensors
 

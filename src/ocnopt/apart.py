@@ -1,0 +1,45 @@
+"""Functions that ``torch.compile`` must not look into.
+
+``torch.compiler.disable`` is the way to say so, but it turns the compiler off and on around every call, which takes
+longer than most hooks do. Here that is done only where a compiler is at work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+compiler = get_eval_frame_callback  #: ``None``: none is at work
+
+_apart: list[Callable[..., Any]] = []
+
+
+def apart(act: F) -> F:
+    """A decorator of what begins with ``if compiler() is not None: return disabled(…)(…)``: a compiler calls it instead
+    of following it. That it does not compile it then is seen to by :func:`prepare`.
+    """
+    act._torchdynamo_disable = True  # type: ignore[attr-defined]
+    _apart.append(act)
+    return act
+
+
+@cache
+def prepare() -> None:
+    """To be called before any of them is."""
+    from torch._dynamo.decorators import skip
+
+    for act in _apart:
+        skip(act)
+
+
+@cache
+def disabled(act: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, with no compiler at work in it."""
+    found: Callable[..., Any] = torch.compiler.disable(act)
+    return found

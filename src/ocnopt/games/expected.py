@@ -1,0 +1,197 @@
+"""A pass that is expected to do what an earlier one did.
+
+To write an operation down takes longer than many an operation does. Where it is known what comes next, it is enough
+to see that it is what comes: the same function, of the same tensors and the same other arguments.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ocnopt.games.flow import Entry, Flow, Mode, Value, attribute, equal, kind_of
+from ocnopt.trees import mapped, tensors
+
+
+class Step(NamedTuple):
+    """One entry that something was done at: a call, an operation, or the end."""
+
+    entry: Entry
+    place: int  # of the entry among all
+    begin: int  # that of the first entry since the step before: tensors that were there already
+    made: range  # the turns of what comes out
+    turns: int  # how many there were before all of these
+    beside: tuple[int, ...]  # where something is overwritten: turns of other tensors that somebody is going to read
+
+
+def path(entries: Sequence[Entry], inputs: int) -> list[Step]:
+    """The entries of a pass with so many inputs."""
+    last: dict[int, int] = {}  # where each turn is read for the last time
+    for place, entry in enumerate(entries):
+        for value in _values((entry.args, entry.kwargs)):
+            last[value.turn] = place
+    steps, turn, begin, turns = [], inputs, 0, inputs
+    for place, entry in enumerate(entries):
+        made = range(turn, turn + len(entry.made))
+        if entry.kind in ("operation", "player", "output"):
+            beside: tuple[int, ...] = ()
+            if entry.written is not None:
+                changed = _values((entry.args, entry.kwargs))[entry.written].turn
+                beside = tuple(t for t in range(turn) if t != changed and last.get(t, -1) >= place)
+            steps.append(Step(entry, place, begin, made, turns, beside))
+            begin, turns = place + 1, made.stop
+        turn = made.stop
+    return steps
+
+
+def _values(tree: Any) -> list[Value]:
+    found: list[Value] = []
+    todo = [tree]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, Value):
+            found.append(part)
+        elif isinstance(part, (tuple, list)):
+            todo += reversed(part)
+        elif isinstance(part, dict):
+            todo += reversed(part.values())
+    return found
+
+
+class Walk:
+    """A pass along the path of a flow, as far as it has come."""
+
+    def __init__(self, flow: Flow, model: nn.Module, inputs: Sequence[Tensor]) -> None:
+        self.flow, self._model, self._device = flow, model, flow.device
+        self._steps = flow.steps(len(inputs))
+        self._origins = flow.origins
+        self._at = 0
+        self.constants: list[Tensor] = []
+        self._refs: list[weakref.ref[Tensor] | None] = [None] * self._steps[-1].made.stop
+        for turn, t in enumerate(inputs):
+            self._refs[turn] = weakref.ref(t)
+
+    def next(self, kind: str, target: Any) -> Step | None:
+        """The step that is expected now, if it may be that one."""
+        step = self._steps[self._at]
+        entry = step.entry
+        return step if entry.kind == kind and (entry.target is target or equal(entry.target, target)) else None
+
+    def fits(self, step: Step, args: Any, kwargs: Any) -> bool:
+        entry, refs = step.entry, self._refs
+        if torch.is_grad_enabled() is not entry.mode.grad or not self._casts_as(entry.mode):
+            return False
+        if len(args) != len(entry.args):
+            return False
+        for spec, given in zip(entry.args, args, strict=True):  # most are tensors
+            ref = refs[spec.turn] if type(spec) is Value else None
+            if not (self._is(spec, given) if ref is None else ref() is given):
+                return False
+        return self._is(entry.kwargs, kwargs) if entry.kwargs or kwargs else True
+
+    def _casts_as(self, mode: Mode) -> bool:
+        if not (mode.autocast or torch._C._is_any_autocast_enabled()):
+            return True
+        on, dtype = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
+        return on is mode.autocast and (dtype == mode.dtype or not on)
+
+    def _is(self, spec: Any, given: Any) -> bool:
+        kind = type(spec)
+        if kind is Value:
+            ref = self._refs[spec.turn]
+            return ref() is given if ref is not None else self._was_there(spec.turn, given)
+        if isinstance(given, Tensor):
+            return False
+        if kind is tuple or kind is list:
+            return type(given) is kind and len(given) == len(spec) and all(map(self._is, spec, given))
+        if kind is dict:
+            same = type(given) is dict and list(spec) == list(given)
+            return same and all(map(self._is, spec.values(), given.values()))
+        if isinstance(spec, (tuple, list, dict)):
+            return False  # there may be tensors in it
+        return spec is given or (kind is type(given) and equal(spec, given))
+
+    def _was_there(self, turn: int, t: Any) -> bool:
+        """Is it the parameter, or the buffer, that is read for the first time now, or another constant in its place?"""
+        if turn not in self._origins or not isinstance(t, Tensor):
+            return False
+        kind, target = self._origins[turn]
+        if kind == "constant":
+            if t.grad_fn is not None or (t.shape, t.dtype) != target or self._is_known(t):
+                return False
+            self.constants.append(t)
+        elif attribute(self._model, target) is not t:
+            return False
+        self._refs[turn] = weakref.ref(t)
+        return True
+
+    def _is_known(self, t: Tensor) -> bool:
+        """Is a tensor anything but a constant?"""
+        if any(ref is not None and ref() is t for ref in self._refs):
+            return True
+        return any(t is other for other in (*self._model.parameters(), *self._model.buffers()))
+
+    def aliased(self, turns: Iterable[int], read: Callable[[Tensor, int], Tensor], given: Any) -> Any:
+        """The arguments of a step with what ``read`` makes of those turns."""
+        aliases: dict[int, Tensor] = {}
+        for turn in turns:
+            ref = self._refs[turn]
+            t = None if ref is None else ref()
+            if t is not None and t.requires_grad:
+                aliases[id(t)] = read(t, turn)
+        return mapped(lambda t: aliases.get(id(t), t), given)
+
+    def is_safe(self, step: Step, changed: Tensor) -> bool:
+        """Does nobody read what shares its memory with a tensor that is overwritten?"""
+        memory = changed.untyped_storage().data_ptr()
+        for turn in step.beside:
+            ref = self._refs[turn]
+            other = None if ref is None else ref()
+            if other is not None and other is not changed and other.untyped_storage().data_ptr() == memory:
+                return False
+        return True
+
+    def arrive(self, step: Step, made: Sequence[Tensor], single: bool) -> bool:
+        """Is this what was expected to come out of a step? Then it is over."""
+        entry = step.entry
+        if single is not entry.single or len(made) != len(entry.made):
+            return False
+        for turn, t, kind in zip(step.made, made, entry.made, strict=True):
+            if kind_of(t) != kind:
+                return False
+            self._refs[turn] = weakref.ref(t)
+        self._at += 1
+        return True
+
+    def end(self, outputs: Sequence[Tensor]) -> bool:
+        """Did it come to the end of the path? Then the flow is that of this pass, too."""
+        step = self.next("output", None)
+        if step is None or len(step.entry.args) != len(outputs) or step.entry.mode != Mode.now(self._device):
+            return False
+        for value, t in zip(step.entry.args, outputs, strict=True):
+            if t.grad_fn is not None if value is None else not self._is(value, t):
+                return False
+        theirs = self.flow.constants
+        if self.flow.held and not all(map(operator.is_, theirs.values(), self.constants)):
+            return False  # an earlier pass is going to run again, with others
+        self.flow.constants = dict(zip(theirs, self.constants, strict=True))
+        return True
+
+    def so_far(self) -> tuple[list[Entry], list[Tensor], int, list[tuple[Tensor, Value]]]:
+        """Entries, constants and the number of turns before the step that was to come; tensors that are still there."""
+        step = self._steps[self._at]
+        entries = self.flow.entries[: step.begin]
+        constants = self.constants[: sum(entry.kind == "constant" for entry in entries)]
+        refs = enumerate(self._refs[: step.turns])
+        there = [(t, Value(turn)) for turn, ref in refs if ref is not None and (t := ref()) is not None]
+        return entries, constants, step.turns, there
+
+
+def made_of(out: Any) -> tuple[Sequence[Tensor], bool]:
+    """The tensors that came out, and whether it is one and nothing else."""
+    return ((out,), True) if isinstance(out, Tensor) else (tensors(out), False)

@@ -1,0 +1,187 @@
+"""The hooks on one module: what it read, and what the loss thinks of what it wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from ocnopt.backwards import add
+from ocnopt.environment import autocast_dtype
+from ocnopt.hosts import Host
+from ocnopt.layers import Adapter
+from ocnopt.readings import product
+from ocnopt.records import Need, Pass, Record, detached, floating, versions_of
+from ocnopt.rng import RNGState
+from ocnopt.tallies import add_up, graph_is_kept
+from ocnopt.trees import mapped, tensors
+
+if TYPE_CHECKING:
+    from ocnopt.capture import Tape
+
+
+class Place:
+    """One of the modules that the tape watches. It is the tape that knows which pass is under way."""
+
+    def __init__(self, tape: Tape, name: str) -> None:
+        self.tape, self.name = tape, name
+        # a module around other players would count their changes a second time
+        self.measured = name in tape.measured
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tape, name = self.tape, self.name
+        occurrence = tape.counts.get(name, 0)
+        tape.counts[name] = occurrence + 1
+        if tape.rollout is not None:
+            tape.rollout.before(name, occurrence, tensors((args, kwargs)))
+            return None
+        if self.measured:
+            tape.follower.enter(name, args, kwargs)
+        need = tape.needed()
+        if not need:
+            return None
+        this = tape.current or Pass(None)
+        this.order.append(name)
+        if not self.measured or not (need.calls or need.states):
+            return None
+        this.called[module] = None
+        if tape.foresees(this):
+            return self._as_foreseen(this, module, occurrence, args, kwargs)
+        record = self._record(this, module, occurrence, args, kwargs, need)
+        passed_on = self._watch_inputs(record, args, kwargs) if need.states else None
+        tape.once.begin(record)
+        return passed_on
+
+    def _as_foreseen(self, this: Pass, module: nn.Module, occurrence: int, args: Any, kwargs: Any) -> Any:
+        """Only what is going to be asked for is watched, and comes on the tape with its adjoint."""
+        if this.watched is not None and not this.watched.into_player(self.name, occurrence):
+            return None
+        record = Record(self.name, module, occurrence, this)
+        if this.watched is None:  # a chain: its calls are looked at each time
+            self.tape.open.append(record)
+        return self._watch_inputs(record, args, kwargs)
+
+    def _record(self, this: Pass, module: nn.Module, occurrence: int, args: Any, kwargs: Any, need: Need) -> Record:
+        record = Record(self.name, module, occurrence, this)
+        if need.calls:
+            record.args, record.kwargs = detached(args), detached(kwargs)
+            record.versions = versions_of((args, kwargs))
+        record.training = module.training
+        record.autocast = autocast_dtype(module)
+        if self.name in self.tape.randomised:
+            record.rng = RNGState.capture({p.device for p in module.parameters()})
+        self.tape.open.append(record)
+        return record
+
+    def _watch_inputs(self, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Pass on aliases of the inputs."""
+        nodes: list[Any] = []
+        args = self._pass_on(record, nodes, args)
+        kwargs = {name: self._pass_on(record, nodes, value) for name, value in kwargs.items()}
+        self.tape.graph.append((nodes, []))
+        return args, kwargs
+
+    def _pass_on(self, record: Record, nodes: list[Any], value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._watched(record, nodes, value, alias=True)
+        if type(value) is tuple:
+            return tuple([self._pass_on(record, nodes, v) for v in value])
+        for t in tensors(value):  # whoever gave us a list or dict may want it back with what the module adds to it
+            self._watched(record, nodes, t, alias=False)
+        return value
+
+    def _watched(self, record: Record, nodes: list[Any], t: Tensor, alias: bool) -> Tensor:
+        if not t.is_floating_point():
+            return t
+        i, this = record.arity, record.origin
+        record.arity += 1
+        if not t.requires_grad:
+            return t
+        nodes.append(t.grad_fn)
+        if not alias:
+            record.opaque = True
+            return t
+        if this.watched is not None and i not in this.watched.into_player(record.name, record.occurrence):
+            return t
+        if self.tape.follows_chain and record.name not in (self.tape.asking or ()):
+            record.opaque = True
+            return t
+        return self.tape.alias(t, this, record, record.readings, i)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        tape = self.tape
+        if tape.rollout is not None:
+            tape.rollout.after(self.name, tape.counts[self.name] - 1, floating(output))
+            return None
+        tape.once.end()
+        changed = None
+        if tape.open and tape.open[-1].module is module:
+            changed = self._watch_outputs(tape.open.pop(), output)
+        if self.measured:
+            tape.follower.leave(self.name, output if changed is None else changed)
+        return changed
+
+    def _watch_outputs(self, record: Record, output: Any) -> Any:
+        handed_out = any(t.requires_grad and t.grad_fn is None for t in floating(output))
+        if handed_out:  # a hook on a leaf (a parameter, handed out as it is) would stay for ever
+            output = mapped(lambda t: t.view_as(t) if t.requires_grad and t.grad_fn is None else t, output)
+        outputs, this = floating(output), record.origin
+        trained = [(i, t) for i, t in enumerate(outputs) if t.requires_grad]
+        if self.tape.graph:
+            self.tape.graph[-1][1].extend(t.grad_fn for _, t in trained)
+        if trained and not self.tape.foresees(this):
+            keep = self._keepers(record, outputs)
+            adapter = this.summed.get(record.name) if len(outputs) == 1 else None
+            for i, t in trained:
+                t.register_hook(self._arrival(record, i, keep, adapter))
+            this.announced = True
+        return output if handed_out else None
+
+    def _arrival(
+        self, record: Record, i: int, keep: list[Callable[[], None]], adapter: Adapter | None
+    ) -> Callable[[Tensor], None]:
+        """The hook of output i. ``adapter``: with which the call is added to others, if it may be."""
+        tape, this = self.tape, record.origin
+        kept = this.whole or tape.asked.calls
+
+        def hook(h: Tensor) -> None:
+            if not tape.hears(this, record) or record.tallies:
+                return
+            if not record.arrived:
+                tape.take(record)
+                for each in keep:
+                    each()
+            if kept:
+                add(record.h, i, h)
+            if not this.compared:
+                record.sizes.setdefault(i, (h.dtype, []))[1].append(product(h.detach(), h.detach()))
+            record.spent = not graph_is_kept()
+            if adapter is not None and record.spent:
+                add_up(record, adapter)
+
+        return hook
+
+    def _keepers(self, record: Record, outputs: list[Tensor]) -> list[Callable[[], None]]:
+        """What keeps the outputs, those that the loss does not depend on included, once the first adjoint arrives.
+
+        In a chain outputs are not compared, and nothing here holds on to them; a host will ask for its own.
+        """
+        need = self.tape.needed()
+        if (need.states and record.origin.whole) or (need.calls and isinstance(record.module, Host)):
+            # detached tensors share their memory: an in-place activation after the layer overwrites them
+            return [self._keeper(record, i, t.detach()) for i, t in enumerate(outputs)]
+        return []
+
+    def _keeper(self, record: Record, i: int, out: Tensor) -> Callable[[], None]:
+        """Keeps the output as it was: a copy, until it is known that nobody overwrites it."""
+        left_alone = self.tape.left_alone
+        version, kept = out._version, out if record.name in left_alone else out.clone()
+
+        def keep() -> None:
+            overwritten = out._version != version
+            (left_alone.discard if overwritten else left_alone.add)(record.name)
+            if not (overwritten and kept is out):
+                record.outputs[i] = kept
+
+        return keep
