@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ocnopt.bellman import on_line
 from ocnopt.moment import Moment
 from ocnopt.players import Player
 from ocnopt.shelves import Shelf
@@ -35,7 +36,7 @@ class Products(NamedTuple):
 class Answer:
     """What the policy asks for, w of ``[r]``, and what is taken of it.
 
-    With one group of samples w is a line in s, which a kernel can work out by itself.
+    Where w is a line in s, a kernel can work it out by itself.
     """
 
     start: Tensor
@@ -47,7 +48,7 @@ class Answer:
         """w = start + slope · s, before it is clamped."""
         if self.slope is None or self.s is None:
             return self.start
-        return torch.addcmul(self.start, self.slope, self.s)
+        return on_line(self.start, self.slope, self.s)
 
     @cached_property
     def w(self) -> Tensor:

@@ -23,12 +23,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ocnopt.linalg import safe_eigh, solve_spd
+from ocnopt.linalg import full_precision, safe_eigh, solve_spd
 
 
 def terminal_precision(fractions: Tensor, gauss_newton: float) -> Tensor:
     """Diagonal of Σ_K^{-1}: n_g / (β² B), from the fractions n_g / B."""
     return fractions if gauss_newton == 1 else fractions / gauss_newton**2
+
+
+def on_line(start: Tensor, slope: Tensor, s: Tensor) -> Tensor:
+    """start + slope · s."""
+    if len(s) == 1:
+        return torch.addcmul(start, slope[0], s)
+    with full_precision():
+        return torch.addmv(start, slope, s)
 
 
 class Policy(ABC):
@@ -101,30 +109,34 @@ class Consistent(Policy):
 
     @cached_property
     def _lines(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """J^{-1} b, ``[r]``, and J^{-1} of each; NaN where J is not positive definite, for the caller to mask.
+
+        One batched factorisation for all of them, so that nothing is left to be solved while the network runs.
+        """
         J, b = self._of_seats
-        return (b / J[:, 0]).unbind(), J[:, 0].reciprocal().unbind()
+        if J.shape[-1] == 1:
+            inverse = J.reciprocal()
+            return (b / J[:, 0]).unbind(), inverse.unbind()
+        factors, info = torch.linalg.cholesky_ex(J)
+        eye = torch.eye(J.shape[-1], dtype=J.dtype, device=J.device).expand_as(J)
+        half = torch.linalg.solve_triangular(factors, eye, upper=False)
+        half = torch.where((info == 0)[:, None, None], half, torch.nan)
+        with full_precision():
+            inverse = half.mT @ half
+            return (inverse @ b[:, :, None])[:, :, 0].unbind(), inverse.unbind()
 
     def line(self, seat: int) -> tuple[Tensor, Tensor]:
-        """b / J and 1 / J of a seat, where both are numbers: w is a line in s."""
-        n, (starts, slopes) = self._place(seat), self._lines
+        """w of a seat is a line in s: where it starts, and its slope."""
+        n, (starts, slopes) = self.stage_of[seat] if self.cooperative else seat, self._lines
         return starts[n], slopes[n]
-
-    def _place(self, seat: int) -> int:
-        return self.stage_of[seat] if self.cooperative else seat
-
-    @cached_property
-    def _factors(self) -> Tensor:
-        """One batched Cholesky factorisation for all of them; NaN where it breaks down, for the caller to mask."""
-        factors, info = torch.linalg.cholesky_ex(self._of_seats[0])
-        return torch.where((info == 0)[:, None, None], factors, torch.nan)
 
     @property
     def projections(self) -> Tensor:
         return torch.zeros_like(self.kernels.K[:, 0, 0])
 
     def weights(self, seat: int, s: Tensor) -> Tensor:
-        n = self._place(seat)
-        return torch.cholesky_solve((self._of_seats[1][n] + s)[:, None], self._factors[n])[:, 0]
+        start, slope = self.line(seat)
+        return on_line(start, slope, s)
 
     def whole_network(self) -> Tensor:
         """w of the linear rollout, one for all stages: J_0^{-1} b_0, the damped Gauss-Newton step of the network."""

@@ -91,7 +91,7 @@ class Answers:
         return found
 
     def _answer(self, seat: int, s: Tensor) -> Answer:
-        if isinstance(self.policy, Consistent) and len(s) == 1:
+        if isinstance(self.policy, Consistent):
             start, slope = self.policy.line(seat)
             return Answer(start, self.clamp, slope, s)
         return Answer(self.policy.weights(seat, s), self.clamp)

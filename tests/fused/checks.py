@@ -235,12 +235,12 @@ def test_what_cannot_be_had_is_said(options: dict[str, Any], why: str) -> None:
 
 
 @pytest.fixture
-def _repaired() -> Iterator[None]:
+def repaired() -> Iterator[None]:
     yield
     support._broken = None
 
 
-@pytest.mark.usefixtures("_repaired")
+@pytest.mark.usefixtures("repaired")
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain, ours, fused = pair()
     fused.param_groups[0]["fused"] = None

@@ -195,13 +195,20 @@ def test_the_gram_form_is_chosen_where_it_is_cheaper() -> None:
         ("cpu", 8, 784, (32, 1, 3, 3), 1, conv.Way.FOLDED),
         ("cpu", 8, 784, (32, 2, 3, 3), 1, conv.Way.IN_TURN),
         ("cuda", 8, 16, (128, 128, 3, 3), 1, conv.Way.WINDOWS),
-        ("cuda", 8, 56 * 56, (64, 64, 3, 3), 1, conv.Way.FOLDED),  # too many windows to write down
+        ("cuda", 8, 64, (64, 64, 3, 3), 1, conv.Way.FOLDED),
         ("cuda", 8, 16, (32, 1, 3, 3), 32, conv.Way.FOLDED),
         ("cuda", 1, 16, (128, 128, 3, 3), 1, conv.Way.IN_TURN),  # the layer's own weight gradient
     ],
 )
 def test_which_way(device: str, rank: int, positions: int, weight: tuple[int, ...], blocks: int, way: conv.Way) -> None:
     assert conv.way(device, Groups(128, rank), positions, weight, blocks) is way
+
+
+def test_which_way_with_a_stride() -> None:
+    stem = (64, 3, 7, 7)
+    assert conv.way("cuda", Groups(128, 8), 256, stem, 1) is conv.Way.FOLDED
+    assert conv.way("cuda", Groups(128, 8), 256, stem, 1, strided=True) is conv.Way.WINDOWS
+    assert conv.way("cuda", Groups(128, 8), 4096, stem, 1, strided=True) is conv.Way.FOLDED  # too many to write down
 
 
 def test_windows_are_formed_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor, fx
@@ -82,16 +83,17 @@ class Live:
                 return f"the input of {record.name!r} was overwritten in place"
         if any(reading.overwritten for reading in self.this.readings.values()):
             return "what lies between its layers was overwritten in place"
-        by_sample = (self._by_sample(source, part.groups.batch) for source in self.terms)
-        if part.rank > 1 and (self.this.mixed or not all(by_sample)):
+        sources = [(node, slot) for node, slot in self.program.slots.items() if part.rank > 1 and slot in self.terms]
+        by_sample = all(self._by_sample(node, slot, part.groups.batch) for node, slot in sources)
+        if part.rank > 1 and (self.this.mixed or not by_sample):
             return "it cannot be told whether dimension 0 of all tensors between the layers runs over the samples"
         return None
 
-    def _by_sample(self, source: fx.Node, batch: int) -> bool:
+    def _by_sample(self, source: fx.Node, slot: int, batch: int) -> bool:
         """Does dimension 0 run over the samples? Where dimension 1 is as long, it takes a layer that writes or reads
         the tensor to tell: what layers see has been probed.
         """
-        readings = [term.reading for term in self.terms[source]]
+        readings = [term.reading for term in self.terms[slot]]
         if all(each.by_row and (len(each.shape) < 3 or each.shape[1] != batch) for each in readings):
             return True
         layers = (user for user in source.users if user.op == "call_module")
@@ -136,8 +138,9 @@ def roll_out(
         with first.tape.following(Rollout()), first.this.environment.repeated():
             for k, calls in enumerate(zip(*(live.program.stages for live in passes), strict=True), start=-1):
                 if k in stages.at:
-                    seen = [base, *(part for live in passes for part in live.s(k))]
-                    act(stages.at[k], torch.stack(seen).sum(0) if len(seen) > 1 else base)
+                    seen = [part for live in passes for part in live.s(k)]
+                    # few are alive at a time
+                    act(stages.at[k], reduce(torch.add, seen if base is zero and seen else [base, *seen]))
                 for live, theirs, measure in zip(passes, calls, measures, strict=True):
                     live.advance(theirs, measure)
     except Exception as error:

@@ -21,7 +21,7 @@ from ocnopt.lab.bench.networks import find as find_network
 from ocnopt.lab.bench.peak import peak_memory
 from ocnopt.lab.bench.results import Refresh, Result, by_workload
 from ocnopt.lab.bench.tables import Table
-from ocnopt.lab.bench.timing import CLOCKS, Turns, timed
+from ocnopt.lab.bench.timing import CLOCKS, Turns, be_alone, timed
 from ocnopt.lab.bench.training import Setup, Training, silent
 from ocnopt.lab.runs import finite
 from ocnopt.lab.schema import ConfigError
@@ -276,6 +276,7 @@ def period_of(training: Training, clock: Clock) -> Refresh:
     comes all at once afterwards, and together ever after. One period goes before, in which graphs are captured.
     """
     training.take(REFRESH)
+    be_alone(training.device)
     single = [timed(training.step, 1, training.device, clock) for _ in range(REFRESH)]
     return Refresh(max(single), single)
 

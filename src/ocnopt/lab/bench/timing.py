@@ -11,6 +11,8 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from ocnopt.curvature import beside
+
 K = TypeVar("K")
 Work = Callable[[], object]
 
@@ -19,12 +21,20 @@ CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "process": 
 
 
 def wait(device: torch.device) -> None:
+    """For what has been launched, as a loop does that looks at its loss. Not for what goes on beside it."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def be_alone(device: torch.device) -> None:
+    """Until nothing goes on any more, eigendecompositions beside the steps of somebody else, say."""
+    beside.wait()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def timed(work: Work, times: int, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Milliseconds for one of ``times`` calls, with all work of the device inside."""
+    """Milliseconds for one of ``times`` calls, until the device is done with them."""
     wait(device)
     start = clock()
     for _ in range(times):
@@ -73,6 +83,7 @@ class Turns:
             if turn >= 2 and time.monotonic() > deadline:  # two rounds at least: one has no spread
                 break
             for name in rotated(list(found), turn):
+                be_alone(device)
                 try:
                     found[name].append(timed(works[name], self.inner, device, CLOCKS[self.clock]))
                 except torch.OutOfMemoryError:
