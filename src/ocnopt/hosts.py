@@ -117,3 +117,8 @@ def _add_up(record: Record, players: Sequence[Player]) -> None:
         use = player.uses[0][0]  # the only one
         assert use.adapter is not None
         add_up_inside(record, use.path, use.adapter, use.module)
+
+
+def is_continuous(model: nn.Module) -> bool:
+    """Is there a host in it, such as a Neural ODE?"""
+    return any(isinstance(module, Host) for module in model.modules())

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from ocnopt import arguments, shards, whole_step
+from ocnopt import arguments, checks, shards, whole_step
 from ocnopt.arrangement import Arrangement, passes_of
 from ocnopt.capture import Tape
 from ocnopt.checkpoints import Loading, complete
 from ocnopt.curvature import Curvature
 from ocnopt.diagnostics import Diagnostics
-from ocnopt.distributed import World, check_known, check_steps, unwrapped
+from ocnopt.distributed import World, unwrapped
 from ocnopt.fallbacks import Fallbacks
 from ocnopt.folding import fold, samples_of
 from ocnopt.games.alignment import Aligner, Alignment, Rules, rules_of
 from ocnopt.games.game import Game
-from ocnopt.hosts import Host
+from ocnopt.hosts import Host, is_continuous
 from ocnopt.layers import Adapter
 from ocnopt.linalg import without_autocast
 from ocnopt.memory import usage
@@ -130,7 +130,7 @@ class OCNOpt(Optimizer):
         fused: bool | None = None,
     ) -> None:
         if feedback == "auto":
-            quiet = model is not None and _is_continuous(model) and not arguments.asks_for_a_game(locals())
+            quiet = model is not None and is_continuous(model) and not arguments.asks_for_a_game(locals())
             feedback = "off" if quiet else "linear"
             del quiet  # the locals are the defaults
         of_this_process = ("self", "params", "model", "process_group", "__class__")
@@ -326,12 +326,11 @@ class OCNOpt(Optimizer):
 
     def _check(self, terms: Terms, need: Need, players: list[Player]) -> None:
         """Everything that can be wrong is found here, before anything is touched."""
-        for p in self._parameters:
-            grad = p.grad
-            if grad is not None and (grad.layout != torch.strided or grad.is_complex()):
-                kind = "complex" if grad.is_complex() else "sparse"
-                raise RuntimeError(f"OCNOpt does not support {kind} gradients (a parameter of shape {tuple(p.shape)})")
-        self._check_processes(terms, players)
+        checks.gradients(self._parameters)
+        if self._looked_at != (terms, players):
+            shards.check(self._parameters, None, terms.why_model)
+            self._looked_at = terms, players
+        checks.processes(terms, self._world, self._wrapper)
         why = terms.why_model
         if self._tape is not None and self._tape.borrowed and (need.calls or need.states):
             raise RuntimeError(
@@ -350,18 +349,6 @@ class OCNOpt(Optimizer):
     def world(self) -> World | None:
         """The processes that train the same network, as far as it was said."""
         return self._world
-
-    def _check_processes(self, terms: Terms, players: list[Player]) -> None:
-        if self._looked_at != (terms, players):
-            shards.check(self._parameters, None, terms.why_model)
-            self._looked_at = terms, players
-        for group, why in terms.together:
-            if self._world is None:
-                check_known(why)
-            elif self._world.size > 1:
-                check_steps(self._wrapper(), why)
-                if (refused := arguments.why_not_together(group)) is not None:
-                    raise RuntimeError(f"{refused} (a network that {self._world.size} processes train together)")
 
     def _talking_to(self, loss: Any) -> World:
         """The processes to exchange something with in this step: nobody if all that counts is ``p.grad``."""
@@ -508,7 +495,3 @@ class OCNOpt(Optimizer):
             mine.remove()
             self._loading = None
         self._hook_if_needed()
-
-
-def _is_continuous(model: nn.Module) -> bool:
-    return any(isinstance(module, Host) for module in model.modules())

@@ -64,11 +64,11 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor, rows: int = ROWS) -> Tensor:
     return cross_entropy(model(x), y, reduction="sum") * SIZE / rows
 
 
-def assert_two_equal_one(net: nn.Module, rank: int, options: dict[str, Any], **ddp: Any) -> None:
+def assert_two_equal_one(net: nn.Module, rank: int, options: dict[str, Any], steps: int = 5, **ddp: Any) -> None:
     twin = copy.deepcopy(net)
     model, opt = together(net, ddp, **options)
     its = alone(twin, **options)
-    for x, y in batches(5, size=ROWS):
+    for x, y in batches(steps, size=ROWS):
         opt.zero_grad()
         its.zero_grad()
         cross_entropy(model(*mine(rank, x)), *mine(rank, y)).backward()
@@ -120,6 +120,8 @@ def two_equal_one_with_convolutions(rank: int) -> None:
 
 def looks_are_rare(rank: int) -> None:
     assert_two_equal_one(mlp(), rank, {"curvature": "kronecker", "factor_every": 2, "refresh_every": 4})
+    # bases that serve two steps after their statistics
+    assert_two_equal_one(mlp(), rank, {"curvature": "kronecker", "refresh_every": 20}, steps=25)
 
 
 def options_of_the_wrapper(rank: int) -> None:

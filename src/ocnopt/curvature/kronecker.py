@@ -178,10 +178,10 @@ class Kronecker(Curvature):
 
     def _renew(self, layers: Sequence[Layer], peers: Sequence[Player], world: World) -> int:
         """Of what the steps before have left: at once, or begun, to serve some steps later. Returns how many failed."""
-        now = [layer for layer in layers if world.size > 1 or not takes_time(layer.player.group)]
+        now = [layer for layer in layers if not takes_time(layer.player.group)]
         for layer in layers:
             if layer not in now and layer.has_learned():
-                layer.set_aside(peers)
+                layer.set_aside(peers, world)
         return self._refresh(now, peers, world)
 
     def _serve(self, layers: Sequence[Layer], world: World) -> int:

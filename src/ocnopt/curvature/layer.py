@@ -14,6 +14,7 @@ from ocnopt.curvature import beside
 from ocnopt.curvature.inputs import Number, Seen
 from ocnopt.curvature.tally import shape
 from ocnopt.curvature.turns import caught_up, interval, period, stagger
+from ocnopt.distributed import World
 from ocnopt.layers.base import Adapter
 
 if TYPE_CHECKING:
@@ -133,12 +134,13 @@ class Layer:
             else:
                 self.state[key] = value
 
-    def set_aside(self, peers: Sequence[Player]) -> None:
-        """A basis of the factors as they are now is to be made."""
+    def set_aside(self, peers: Sequence[Player], world: World) -> None:
+        """A basis of the factors as they are now is to be made: by now, or shared out when its time comes."""
         self.state.setdefault("basis_at", self.state["refreshed_at"])
         self.state.update(zip(ASIDE, [factor.clone() for factor in self.factors], strict=True))
         self.rest(peers)
-        beside.begin(self.aside)
+        if world.size == 1:
+            beside.begin(self.aside)
 
     @property
     def aside(self) -> tuple[Tensor, Tensor]:
