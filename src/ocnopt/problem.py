@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -45,12 +46,11 @@ class Part:
 
     def rows(self, step: Scalar = 1.0, fraction: Scalar = 1.0) -> Tensor:
         """``[rows, r + 1, r]``: K, and u below it."""
-        scale = self.scale * step
-        K = self.K * (self.of_K * scale * fraction)
-        u = torch.zeros_like(K[:, 0]) if self.u is None else self.u * (self.of_u * scale * fraction)
+        K = _times(self.K, self.of_K, fraction)
+        u = torch.zeros_like(K[:, 0]) if self.u is None else _times(self.u, self.of_u, fraction)
         if self.free is not None:
-            u = u + self.free * scale
-        return torch.cat([K, u[:, None]], 1)
+            u = u + self.free
+        return _times(torch.cat([K, u[:, None]], 1), self.scale, step)
 
     def taken(self) -> Tensor:
         """Of the fraction φ that is really taken."""
@@ -65,6 +65,13 @@ class Part:
         if self.free is not None:
             b = _plus(b, self.free.sum(0).to(b), -1.0, self.scale)
         return J, b
+
+
+def _times(x: Tensor, *factors: Scalar) -> Tensor:
+    """Without a launch for a factor of 1."""
+    number = math.prod(f for f in factors if not isinstance(f, Tensor))
+    x = x if number == 1 else x * number
+    return reduce(torch.mul, (f.to(x) for f in factors if isinstance(f, Tensor)), x)
 
 
 def _plus(x: Tensor, y: Tensor, factor: float, scale: Scalar) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
@@ -112,8 +113,9 @@ class Pass:
         read = arrived(self.D)
         if self.outputs_changed() or any(i not in outputs or D.shape != outputs[i].shape for i, D in read.items()):
             return None
-        terms = [D.change(outputs[i]).sum() for i, D in read.items()]
-        return self.scaled(torch.stack(terms).sum()) if terms else None
+        changes = [D.change(outputs[i]) for i, D in read.items()]
+        terms = [change.sum() if change.dim() else change for change in changes]
+        return self.scaled(reduce(torch.add, terms)) if terms else None
 
     def forget(self) -> None:
         """What the backward pass said: another one may come through the same graph, and starts from nothing."""

@@ -79,10 +79,8 @@ class Layout:
         return Table(self._grads[1], sent, aligned and not any(address % 16 for address in mine))
 
     def _sent(self, rows: Sequence[object]) -> Tensor:
-        """On the device, without waiting for it."""
-        if self.device.type != "cuda":
-            return torch.tensor(rows)
-        return torch.tensor(rows, pin_memory=True).to(self.device, non_blocking=True)
+        """On the device, without waiting for it: what is small is copied aside at once, and sent in its turn."""
+        return torch.tensor(rows).to(self.device, non_blocking=True)
 
     def _sent_by_graph(self, row: list[int]) -> Tensor:
         """Whenever it runs."""
