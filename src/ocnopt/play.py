@@ -167,7 +167,7 @@ def _nonlinear(
     @torch.no_grad()  # both are called from inside the model's second pass, which may turn gradients on
     @without_autocast()
     def act(k: int, s: Tensor) -> None:
-        s = world.total(s)
+        s = world.total(s.detach() if s.requires_grad else s)
         for seats, answer in answers.ask(k, s):
             problem.steer(seats, answer)
 
