@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 from torch import Tensor
@@ -100,6 +101,12 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 NAMES = tuple(_CHECKS)
+
+
+def defaults_of(optimizer: type) -> dict[str, Any]:
+    """What the arguments are where nobody says otherwise."""
+    parameters = signature(optimizer.__init__).parameters  # type: ignore[misc]
+    return {name: parameters[name].default for name in NAMES if name in parameters}
 
 
 def check(group: Mapping[str, Any]) -> None:

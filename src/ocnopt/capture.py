@@ -43,6 +43,7 @@ class Tape:
         self._modules = dict(modules)
         self.measured = innermost(modules)
         self.records: list[Record] = []
+        self._reached: dict[int, Pass] = {}  # by a backward pass, whether or not records tell of it
         self.folded: Folded | None = None  # what is left of earlier passes
         self.before_pass: Callable[[], None] = lambda: None  # told of a pass while the tape holds others
         self.trained: Callable[[], set[int]] = lambda: set(map(id, model.parameters()))  # ids, of the optimizer's
@@ -108,8 +109,8 @@ class Tape:
 
     def clear(self) -> None:
         """Forget what arrived. The graph may still be alive: a second backward pass through it starts from nothing."""
-        if self.records:
-            self._several = len(self.passes) > 1
+        if self._reached:
+            self._several = len(self._reached) > 1
         self.folded, self._trained, self.borrowed = None, False, False
         self.forget()
         self.once.end()
@@ -125,6 +126,7 @@ class Tape:
         for record in self.records:
             record.forget()
         self.records.clear()
+        self._reached.clear()
 
     def _drop(self) -> None:
         """What was heard was not about training."""
@@ -144,7 +146,7 @@ class Tape:
     @property
     def passes(self) -> list[Pass]:
         """The passes that a backward pass went through."""
-        return list({id(r.origin): r.origin for r in self.records}.values())
+        return list(self._reached.values())
 
     # --- the model ---
 
@@ -180,7 +182,7 @@ class Tape:
             self.clear()  # the gradients of earlier passes are gone, so their records are of no use
         elif self._backwards.only_looked():
             self._drop()
-        elif self.records:
+        elif self._reached:
             self.before_pass()
         self._look_at(parameters)
         if need.calls or need.states:  # then the model may run again
@@ -191,7 +193,7 @@ class Tape:
         this = self.current = Pass(_batch_size(args, kwargs), args, kwargs, versions_of((args, kwargs)))
         this.turn, self._turns = self._turns, self._turns + 1
         this.autocast, rng = Autocast.of(anatomy), AllRNG.capture(anatomy.devices)
-        if need.rank != 1 and this.batch is not None and not self.records and not self._several:
+        if need.rank != 1 and this.batch is not None and not self._reached and not self._several:
             this.groups, self.once.gram = Groups.of(this.batch, need.rank), need.gram
         this.rng = rng if need.calls or need.states else None
         this.summed = self.summed() if need.calls and not need.states else {}
@@ -266,6 +268,7 @@ class Tape:
                 return
             if record is not None and not record.arrived:
                 self.take(record)
+            self._reached.setdefault(id(this), this)
             compared = outside or this.compared  # outputs always are
             reading.arrive(g, last=not graph_is_kept(), kept=compared, sized=not compared)
             if outside:
@@ -289,6 +292,7 @@ class Tape:
         """Its first adjoint has arrived. The groups of one pass are others where there are two: what the backward pass
         has split is of no use.
         """
+        self._reached.setdefault(id(record.origin), record.origin)
         first = self.records[0].origin if self.records else record.origin
         if first is not record.origin:
             if first.groups is not None:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ocnopt import whole_step
 from ocnopt.groups import Groups
 from ocnopt.layers.base import Adapter, Call
 from ocnopt.multi import inner
@@ -237,7 +237,7 @@ def together(rows: Sequence[Tensor]) -> list[int]:
     return short if len(short) > 1 else []
 
 
-@lru_cache(maxsize=64)
+@whole_step.remembered
 def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(count, dtype=dtype, device=device)
 

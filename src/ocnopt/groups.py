@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ocnopt import whole_step
 
 
 @dataclass(frozen=True)
@@ -99,12 +101,12 @@ class Groups:
         return weights[self.of_rows(weights.device)]
 
 
-@lru_cache(maxsize=64)
+@whole_step.remembered
 def _even(rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((rank,), 1.0 / rank, dtype=dtype, device=device)
 
 
-@lru_cache(maxsize=64)
+@whole_step.remembered
 def _layout(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """The group of each row, and its place there; copied to the device once."""
     rows = [(g, i) for g, n in enumerate(sizes) for i in range(n)]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from ocnopt import whole_step
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Moment:
         return self._weights[mu]
 
 
-@lru_cache(maxsize=64)
+@whole_step.remembered
 def _logarithms(rates: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     # one by one: a list would have to be copied to the device
     return torch.stack([torch.full((), math.log(mu), dtype=dtype, device=device) for mu in rates])

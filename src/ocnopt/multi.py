@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
+
+from ocnopt import whole_step
 
 _BITS = {
     torch.float64: torch.int64,
@@ -65,7 +66,7 @@ def sums(tensors: Sequence[Tensor]) -> Tensor:
     return torch.segment_reduce(torch.cat(list(parts)).view(-1, _ROW).sum(1), "sum", offsets=ends, unsafe=True)
 
 
-@lru_cache(maxsize=64)
+@whole_step.remembered
 def _layout(numbers: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Zeros to fill up rows with, and where the rows of each tensor begin and end."""
     ends = list(accumulate((-(-n // _ROW) for n in numbers), initial=0))

@@ -121,13 +121,12 @@ class Once:
 
 
 def nothing_else(record: Record, name: str, grad: Tensor | None) -> bool:
-    """Is ``p.grad`` what the layer gave autograd, and that alone?
+    """Is it certain that ``p.grad`` is what the layer gave autograd, and that alone?
 
-    Autograd hands on the tensor that it gets if there is no other to add to it, and who writes to it afterwards is
-    counted; not a scaler, but that has been looked for.
+    Autograd hands on the tensor that it gets if there is no other to add to it. Who writes to it afterwards is not
+    always counted (``p.grad.data``, a scaler): only in a whole step that is captured nobody comes between.
     """
-    known = whole_step.underway() or record.origin.scale is None
-    return known and grad is not None and record.left.get(name) == (grad.data_ptr(), grad._version)
+    return whole_step.underway() and grad is not None and record.left.get(name) == (grad.data_ptr(), grad._version)
 
 
 def _observed() -> bool:

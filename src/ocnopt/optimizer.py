@@ -182,6 +182,7 @@ class OCNOpt(Optimizer):
         self.defaults.pop("differentiable", None)  # torch adds it to all optimizers, and this one is not
         if learned:
             self._aligner.load_state_dict(learned, self._rules)
+        self.defaults = {**arguments.defaults_of(type(self)), **self.defaults}
         for group in self.param_groups:  # of an older version, which did not know all the arguments
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -366,7 +367,7 @@ class OCNOpt(Optimizer):
 
     def _seen(self) -> bool:
         """Did the hooks see a backward pass?"""
-        return self._tape is not None and bool(self._tape.records)
+        return self._tape is not None and bool(self._tape.passes)
 
     def _players(self) -> list[Player]:
         return self._roster.players(self.param_groups, self._model)

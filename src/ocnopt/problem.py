@@ -325,7 +325,7 @@ def _fused(shelf: Shelf, grads: list[Tensor], rank: int, group: Mapping[str, Any
     why = support.why_not(shelf, rank, paper)
     actor = FusedActor.of(shelf, grads, group["maximize"]) if why is None else None
     if actor is None and shelf.group["fused"]:
-        why = why or "the gradients are not laid out as the parameters are"
+        why = why or "gradients or state are not laid out as the parameters are"
         raise RuntimeError(f"fused=True cannot be had for {shelf.players[0].name!r}: {why}")
     return actor
 

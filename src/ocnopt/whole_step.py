@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -41,6 +43,19 @@ def keep(*things: Any) -> None:
     """A graph that is being captured, if any, is going to read these."""
     if capturing():
         (_underway or _forever).kept.append(things)
+
+
+def remembered(function: Callable[P, T]) -> Callable[P, T]:
+    """Tensors that are made once and used often, by graphs too."""
+    known = lru_cache(maxsize=64)(function)
+
+    @wraps(function)
+    def found(*args: P.args, **kwargs: P.kwargs) -> T:
+        made: T = known(*args, **kwargs)  # type: ignore[arg-type]
+        keep(made)
+        return made
+
+    return found
 
 
 def once(key: Hashable, make: Callable[[], T]) -> T:

@@ -208,7 +208,9 @@ def test_gradients_in_another_order() -> None:
     fused.param_groups[0]["fused"] = True
     _one_pass(ours, 8)
     _turned(ours[0].weight)
-    with pytest.raises(RuntimeError, match=r"^fused=True cannot be had for '0.weight': the gradients are not laid out"):
+    with pytest.raises(
+        RuntimeError, match=r"^fused=True cannot be had for '0.weight': gradients or state are not laid out"
+    ):
         fused.step()
 
 
@@ -277,6 +279,41 @@ def test_inner_products(size: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(dots.dot(x, y, less), whole - less, rtol=1e-6, atol=1e-6)
     assert torch.equal(dots.dot(x, y, whole), torch.zeros((), device=DEVICE))  # the same numbers in the same order
     assert dots.dot(x.double(), y.double()) is None
+
+
+def test_inner_products_of_what_is_not_contiguous() -> None:
+    y = torch.randn(5, device=DEVICE)
+    for x in (torch.randn(5, 8, device=DEVICE)[:, 3], torch.full((), 2.0, device=DEVICE).expand(5)):
+        torch.testing.assert_close(dots.dot(x, y), torch.dot(x, y))
+        torch.testing.assert_close(dots.dot(y, x), torch.dot(x, y))
+
+
+def test_a_loss_that_is_a_sum() -> None:
+    """Its gradient is one number, expanded."""
+    found = []
+    for fused in (False, True):
+        model = network()
+        opt = OCNOpt(model.parameters(), model=model, feedback="nonlinear", fused=fused, lr=0.01)
+        x = torch.randn(8, 5, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+        model(x).sum().backward()
+        opt.step()
+        found.append([values(model), opt.diagnostics.s, opt.diagnostics.predicted_change])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+
+
+def test_state_of_more_digits() -> None:
+    """From a checkpoint of a float64 network: it is not read as something else."""
+    wide = network(torch.float64)
+    its = OCNOpt(wide.parameters())
+    _one_pass(wide, 0)
+    its.step()
+    model = network()
+    opt = OCNOpt(model.parameters())
+    opt.load_state_dict(its.state_dict())
+    opt.param_groups[0]["fused"] = True
+    _one_pass(model, 0)
+    with pytest.raises(RuntimeError, match="gradients or state are not laid out as the parameters are"):
+        opt.step()
 
 
 def test_parameters_that_act_apart() -> None:

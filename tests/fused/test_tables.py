@@ -48,3 +48,12 @@ def test_numbers_in_another_order() -> None:
     assert Layout([p], chunk=4).table([torch.zeros(4, 3).T], [p]) is None
     assert Layout([p], chunk=4).table([torch.zeros(3, 4)], [p], [torch.zeros(4, 3).T]) is None
     assert Layout([p], chunk=4).table([torch.zeros(3, 4)], [p], [torch.zeros(3, 4)]) is not None
+
+
+def test_state_of_another_kind_or_size() -> None:
+    p = torch.zeros(3, 4)
+    assert Layout([p], chunk=4).table([p], [p], [torch.zeros(3, 4, dtype=torch.float64)]) is None
+    assert Layout([p], chunk=4).table([p], [p], [torch.zeros(2, 4)]) is None
+    layout = Layout([p], chunk=4)
+    assert layout.table([p], [p]) is not None
+    assert layout.table([p[:2]], [p[:2]]) is None  # the same place, and fewer numbers

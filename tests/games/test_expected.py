@@ -12,6 +12,8 @@ from tests.games.test_watched import train, unforeseen
 from tests.toys import assert_identical, values
 from torch import Tensor, nn
 
+from ocnopt import OCNOpt
+from ocnopt.capture import Tape
 from ocnopt.games.flow import Overwriting
 from ocnopt.games.recorder import Recorder
 
@@ -171,3 +173,37 @@ def test_in_place_activations_change_no_digit() -> None:
                 train(model, opt, 5)
         found.append([*values(model), opt.diagnostics.s])
     assert_identical(*found)
+
+
+class ActorCritic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.critic, self.actor = nn.Linear(6, 1).double(), nn.Linear(6, 3).double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.critic(x), self.actor(x)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_an_output_that_the_loss_leaves_out(passes: int) -> None:
+    """The first layer of a foreseen pass hears nothing."""
+    ours = _trained(passes)
+    with patch.object(Tape, "foresees", lambda self, this: False):
+        theirs = _trained(passes)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def _trained(passes: int) -> list[Any]:
+    model, found = ActorCritic(), []
+    opt = OCNOpt(model.parameters(), 0.05, model=model, feedback="nonlinear", momentum=0.0, curvature="identity")
+    draw = torch.Generator().manual_seed(1)
+    for i in range(8):
+        opt.zero_grad()
+        for k in range(passes):
+            value, scores = model(torch.randn(7, 6, generator=draw, dtype=torch.float64))
+            both = i < 5 and k == 0
+            (scores.logsumexp(1).mean() + (value.square().mean() if both else 0)).backward()
+        opt.step()
+        found.append((values(model), opt.diagnostics.predicted_change))
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,15 @@ def test_an_option_it_has_is_kept() -> None:
     new = OCNOpt(other.parameters())
     new.load_state_dict(old(OCNOpt(model.parameters(), clamp=False, gauss_newton=0.3), "decay"))
     assert (new.param_groups[0]["clamp"], new.param_groups[0]["gauss_newton"]) == (False, 0.3)
+
+
+def test_a_pickle_of_a_version_that_knew_less() -> None:
+    model = mlp()
+    opt = OCNOpt(model.parameters(), 0.05)
+    train(model, opt, batches(2))
+    for known in (opt.defaults, *opt.param_groups):
+        del known["fused"]
+    again, new = pickle.loads(pickle.dumps((model, opt)))
+    assert new.param_groups[0]["fused"] is None
+    train(again, new, batches(2))
+    new.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})

@@ -39,6 +39,7 @@ def dot(x: Tensor, y: Tensor, less: Tensor | None = None) -> Tensor | None:
     """⟨x, y⟩ of two vectors, less a number, in float32; ``None`` where that cannot be had."""
     if x.dtype not in support.KINDS or y.dtype not in support.KINDS or support.why_not_on(x.device) is not None:
         return None
+    x, y = x.contiguous(), y.contiguous()  # a column, or a number that was expanded
     kernels, numbers = support.kernels(), x.numel()
     scratch, result = _scratch.on(x.device), x.new_empty((), dtype=torch.float32)
     arrivals = scratch[_PROGRAMS:].view(torch.int32)

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from ocnopt import whole_step
 
+#: shape and strides of each parameter
+Order = list[tuple[torch.Size, tuple[int, ...]]]
+
 
 class Table(NamedTuple):
     """Addresses, for kernels."""
@@ -24,14 +27,14 @@ class Layout:
     """A list of parameters, in chunks."""
 
     def __init__(self, params: Sequence[Tensor], chunk: int) -> None:
-        self.device, self.width = params[0].device, len(params)
+        self.device, self.width, self._shapes = params[0].device, len(params), [p.shape for p in params]
         counts = [-(-p.numel() // chunk) for p in params]
         self.ends = list(accumulate(counts, initial=0))
         rows = [(i, j, params[i].numel()) for i, count in enumerate(counts) for j in range(count)]
         self.chunks = self._sent(rows)  # [chunks, 3]: parameter, which chunk of it, where the parameter ends
         self.firsts = self._sent(self.ends)
         self._decays: tuple[list[float], Tensor] | None = None
-        self._others: tuple[list[list[int]], Tensor, list[tuple[int, ...]] | None, bool] | None = None
+        self._others: tuple[list[list[int]], Tensor, Order | None, bool] | None = None
         self._grads: tuple[list[int], Tensor] | None = None
         self._pinned: Tensor | None = None  # memory for the table of a graph, which can take none by itself
 
@@ -57,16 +60,17 @@ class Layout:
         return self._decays[1]
 
     def table(self, grads: Sequence[Tensor], *others: Sequence[Tensor] | None) -> Table | None:
-        """Of all columns, ``None`` for one that nobody is going to read. There is no table where the numbers of a
-        parameter are not in the same order in all of them.
+        """Of gradients, parameters and state, ``None`` for one that nobody is going to read. There is no table where
+        the numbers of a parameter are not as many as they were, or not in the same order in all columns, or where
+        state is not of float32.
         """
         addresses = [[] if column is None else [t.data_ptr() for t in column] for column in others]
         if self._others is None or self._others[0] != addresses:
             rows = [row or [0] * self.width for row in addresses]
             aligned = not any(address % 16 for row in rows for address in row)
-            self._others = addresses, self._sent(rows), _order(others), aligned
+            self._others = addresses, self._sent(rows), self._order(*others), aligned
         _, sent, order, aligned = self._others
-        if order != [g.stride() for g in grads]:
+        if order != [(g.shape, g.stride()) for g in grads]:
             return None
         mine = [g.data_ptr() for g in grads]
         if whole_step.capturing():
@@ -90,8 +94,10 @@ class Layout:
         pinned, self._pinned = self._pinned, None
         return pinned.copy_(torch.tensor(row)).to(self.device, non_blocking=True)
 
-
-def _order(columns: Sequence[Sequence[Tensor] | None]) -> list[tuple[int, ...]] | None:
-    """The strides of each parameter, if it has the same in all columns."""
-    strides = [[t.stride() for t in column] for column in columns if column is not None]
-    return strides[0] if all(each == strides[0] for each in strides) else None
+    def _order(self, params: Sequence[Tensor] | None, *state: Sequence[Tensor] | None) -> Order | None:
+        """Shape and strides of each parameter, if they are the same in all columns."""
+        known = [column for column in state if column is not None]
+        orders = [[(t.shape, t.stride()) for t in column] for column in (params or (), *known)]
+        wide = all(t.dtype == torch.float32 for column in known for t in column)
+        alike = all(each == orders[0] for each in orders) and [shape for shape, _ in orders[0]] == self._shapes
+        return orders[0] if wide and alike else None

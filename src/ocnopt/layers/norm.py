@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from functools import lru_cache
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ocnopt import whole_step
 from ocnopt.groups import Groups
 from ocnopt.layers import outer
 from ocnopt.layers.base import Adapter, Call
@@ -114,7 +114,7 @@ for _kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
 register(nn.SyncBatchNorm, SyncBatchNormAdapter())
 
 
-@lru_cache(maxsize=64)
+@whole_step.remembered
 def _neither(channels: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Scale and shift that change nothing."""
     return torch.ones(channels, dtype=dtype, device=device), torch.zeros(channels, dtype=dtype, device=device)

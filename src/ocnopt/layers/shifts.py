@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ocnopt import whole_step
 from ocnopt.layers.outer import piece_of
 
 
@@ -110,7 +111,7 @@ def combinations(axes: tuple[Axis, ...]) -> tuple[tuple[Span, ...], ...]:
     return tuple(c for c in chosen if [s.distance for s in c] >= [s.mirrored for s in c])
 
 
-@lru_cache(maxsize=32)
+@whole_step.remembered
 def _placement(axes: tuple[Axis, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """``[pixels · pixels, combinations]``: which pairs of pixels of a window each sum belongs to. What is its own
     mirror image counts half.
