@@ -82,20 +82,19 @@ def assert_same_step(seed: int = 7, steps: int = 2, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("momentum", "decay"),
+    ("feedback", "momentum", "decay"),
     [
-        ("none", "none"),
-        ("none", "coupled"),
-        ("average", "none"),
-        ("average", "coupled"),
-        ("average", "decoupled"),
-        ("uncorrected", "none"),
-        ("heavy ball", "coupled"),
-        ("nesterov", "coupled"),
-        ("nesterov", "decoupled"),
+        ("linear", "none", "coupled"),
+        ("linear", "average", "none"),
+        ("linear", "average", "decoupled"),
+        ("linear", "heavy ball", "coupled"),
+        ("linear", "nesterov", "decoupled"),
+        ("nonlinear", "none", "none"),
+        ("nonlinear", "average", "coupled"),
+        ("nonlinear", "uncorrected", "decoupled"),
+        ("nonlinear", "nesterov", "coupled"),
     ],
 )
-@pytest.mark.parametrize("feedback", ["linear", "nonlinear"])
 @pytest.mark.parametrize("curvature", ["identity", "adaptive"])
 def test_a_step(curvature: str, feedback: str, momentum: str, decay: str) -> None:
     assert_same_step(curvature=curvature, feedback=feedback, **MOMENTA[momentum], **DECAYS[decay])

