@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ocnopt import whole_step
 from ocnopt.bellman import on_line
 from ocnopt.moment import Moment
 from ocnopt.players import Player
@@ -104,7 +105,7 @@ class Actor(ABC):
 
     @cached_property
     def lr(self) -> Scalar:
-        lr: Scalar = self.group["lr"]
+        lr = whole_step.rate(self.group)
         return lr.clone().reshape(()) if isinstance(lr, Tensor) else lr  # a scheduler changes it in place
 
     def state_of(self, player: int) -> dict[str, Any]:

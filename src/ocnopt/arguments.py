@@ -23,6 +23,7 @@ WHOLE_GAME = (
     "alignment",
     "state",
     "accumulate",
+    "graphed",
 )
 
 
@@ -64,6 +65,10 @@ def _flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
+def _flag_or_none(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
+
+
 _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "lr": (_is_lr, "a number ≥ 0 (Tensor lr must be 1-element)"),
     "curvature": (
@@ -97,7 +102,8 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "factor_every": (_is_count, "a whole number ≥ 1"),
     "refresh_every": (_is_count, "a whole number ≥ 1"),
     "ekfac": (_flag, "True or False"),
-    "fused": (lambda v: v is None or isinstance(v, bool), "True, False or None"),
+    "fused": (_flag_or_none, "True, False or None"),
+    "graphed": (_flag_or_none, "True, False or None"),
 }
 
 NAMES = tuple(_CHECKS)

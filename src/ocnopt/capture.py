@@ -40,7 +40,7 @@ class Tape:
 
     def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module], need: Callable[[], Need]) -> None:
         self.model, self.need = model, need
-        self._modules = dict(modules)
+        self.modules = dict(modules)
         self.measured = innermost(modules)
         self.records: list[Record] = []
         self._reached: dict[int, Pass] = {}  # by a backward pass, whether or not records tell of it
@@ -76,8 +76,8 @@ class Tape:
             model.register_forward_pre_hook(Hook(self._begin), with_kwargs=True, prepend=True),
             model.register_forward_hook(Hook(self._end), always_call=True),  # also when the model raises
         ]
-        self._scaling = Scaling(model, self._wants_scale)
-        self._backwards = Backwards(model, self._scaling.gone, self.clear, self._drop)
+        self.scaling = Scaling(model, self._wants_scale)
+        self._backwards = Backwards(model, self.scaling.gone, self.clear, self._drop)
         self.once = Once(self._backwards.counts)
         self._places: list[tuple[nn.Module, RemovableHandle, RemovableHandle]] = []
         for name, module in modules.items():
@@ -90,7 +90,7 @@ class Tape:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._scaling.remove()
+        self.scaling.remove()
         self.clear()
 
     @contextmanager
@@ -115,7 +115,7 @@ class Tape:
         self.forget()
         self.once.end()
         self._backwards.rest()
-        self._scaling.clear()
+        self.scaling.clear()
         self.follower.clear()
         self._others.rest()
 
@@ -135,13 +135,18 @@ class Tape:
 
     def rescale(self, world: World) -> None:
         """Let the adjoints follow what was done to the gradients since the backward pass, by a scaler or anybody."""
-        factor = self._scaling.factor(world) if self.need().calls or self.need().states else None
+        factor = self.scaling.factor(world) if self.need().calls or self.need().states else None
         for this in self.passes:
             this.scale = factor
             for account in this.accounts.values():
                 account.finish(factor)
         if self.folded is not None:
             self.folded.scale = factor
+
+    @property
+    def hooked_by_others(self) -> bool:
+        """Had others hooks on the model in the last pass?"""
+        return self._others.there
 
     @property
     def passes(self) -> list[Pass]:
@@ -210,8 +215,8 @@ class Tape:
         if known == self._known:
             return
         self._known, self.asking = known, None  # others may act
-        self._scaling.watch(parameters)
-        held = {n: m._parameters.values() for n, m in self._modules.items()}
+        self.scaling.watch(parameters)
+        held = {n: m._parameters.values() for n, m in self.modules.items()}
         self._trained_modules = {n for n, own in held.items() if any(p is not None and p.requires_grad for p in own)}
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

@@ -30,10 +30,10 @@ def why_never(model: nn.Module, opt: Optimizer) -> str | None:
 
 
 def why_not(opt: Optimizer) -> str | None:
-    """Why steps with the hyper-parameters that the optimizer has now cannot be captured."""
+    """Why whole steps with the hyper-parameters that the optimizer has now cannot be captured."""
     if opt._optimizer_step_pre_hooks or opt._optimizer_step_post_hooks:
         return "the optimizer has hooks around its step, which a graph does not call"
-    return _why_not_ours(opt) if isinstance(opt, OCNOpt) else _why_not_theirs(opt)
+    return why_not_ours(opt) if isinstance(opt, OCNOpt) else _why_not_theirs(opt)
 
 
 def _why_not_theirs(opt: Optimizer) -> str | None:
@@ -46,7 +46,8 @@ def _why_not_theirs(opt: Optimizer) -> str | None:
     return None
 
 
-def _why_not_ours(opt: OCNOpt) -> str | None:
+def why_not_ours(opt: OCNOpt) -> str | None:
+    """The same of a step alone."""
     for group in opt.param_groups:
         curvature = resolve(group["curvature"])
         if curvature is not BY_NAME.get(curvature.name):
@@ -110,8 +111,9 @@ class Clockwork:
     Nothing has run on the device in between, so that putting the Python side back undoes the step.
     """
 
-    def __init__(self, opt: Optimizer, flow: Flow | None) -> None:
-        self.opt = opt
+    def __init__(self, opt: Optimizer, flow: Flow | None, whole: bool = True) -> None:
+        """``whole``: the optimizer's ``step`` is not called when this one is replayed."""
+        self.opt, self._whole = opt, whole
         self._before = {p: dict(own) for p, own in opt.state.items()}
         self._game = None if not isinstance(opt, OCNOpt) else _Game(opt, flow)
         self._increments: list[tuple[dict[str, Any], str, float]] = []
@@ -139,9 +141,13 @@ class Clockwork:
         """The captured step was replayed."""
         for own, key, increment in self._increments:
             own[key] += increment
-        self.opt._opt_called = True  # type: ignore[attr-defined]  # schedulers want to know
         if self._game is not None:
             self._game.tick()
+        if self._whole:
+            self.opt._opt_called = True  # type: ignore[attr-defined]  # schedulers want to know
+        if self._whole and isinstance(self.opt, OCNOpt):
+            self.opt._due = None
+            self.opt._aligner.after_step(self.opt._rules)
 
 
 class _Game:
@@ -166,8 +172,7 @@ class _Game:
 
     def tick(self) -> None:
         opt = self.opt
-        opt._count, opt._due = opt._count + 1, None
-        opt._aligner.after_step(opt._rules)
+        opt._count += 1
         if self.flow is not None:
             self.flow.uses += self._uses
         for each, captured in self._report:  # without what was worked out from the numbers of an earlier step
@@ -180,6 +185,16 @@ class _Game:
 
 #: state that is there between steps, and that no step reads
 _COMING_AND_GOING = {key for curvature in BY_NAME.values() for key in curvature.aside}
+
+
+def tensors_of_state(opt: Optimizer, params: list[Tensor]) -> list[tuple[dict[str, Any], str, Tensor]]:
+    """With their places."""
+    return [
+        (own, key, value)
+        for own in (opt.state.get(p, {}) for p in params)
+        for key, value in own.items()
+        if isinstance(value, Tensor) and key not in _COMING_AND_GOING
+    ]
 
 
 def frozen(opt: Optimizer, modules: list[nn.Module], others: list[Tensor]) -> dict[Any, Any]:
@@ -197,12 +212,7 @@ def frozen(opt: Optimizer, modules: list[nn.Module], others: list[Tensor]) -> di
     params = [p for group in opt.param_groups for p in group["params"]]
     found["parameters"] = [(p.data_ptr(), p.requires_grad) for p in (*params, *others)]
     found["gradients"] = [None if p.grad is None else p.grad.data_ptr() for p in others]
-    found["state"] = [
-        (key, value.data_ptr())
-        for p in params
-        for key, value in opt.state.get(p, {}).items()
-        if isinstance(value, Tensor) and key not in _COMING_AND_GOING
-    ]
+    found["state"] = [(key, t.data_ptr()) for own, key, t in tensors_of_state(opt, params)]
     found["modules"] = [(m.training, *map(id, m._modules.values())) for m in modules]
     found["buffers"] = [None if b is None else b.data_ptr() for m in modules for b in m._buffers.values()]
     found["autocast"] = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")

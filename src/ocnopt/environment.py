@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +29,16 @@ class Buffers:
         self._kept = [(theirs, [torch.empty_like(b, requires_grad=False) for b in theirs]) for theirs in alike.values()]
         for theirs, values in self._kept:
             torch._foreach_copy_(values, [b.detach() if b.requires_grad else b for b in theirs])
+
+    @property
+    def values(self) -> list[Tensor]:
+        """What they were."""
+        return [value for _, values in self._kept for value in values]
+
+    @values.setter
+    def values(self, values: Iterable[Tensor]) -> None:
+        them = iter(values)
+        self._kept = [(theirs, [next(them) for _ in theirs]) for theirs, _ in self._kept]
 
     def restore(self) -> None:
         for owner, name, b in self._places:

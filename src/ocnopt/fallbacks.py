@@ -118,6 +118,11 @@ class Fallbacks:
             self._pauses[player] = Pause(why) if known is None else known.again(why, longest)
         return None if verdict == Verdict.FINE else why
 
+    @property
+    def pausing(self) -> bool:
+        """Is there anybody whose calls are looked at again after a while?"""
+        return bool(self._pauses)
+
     def _pausing(self, player: Player) -> bool:
         return player in self._pauses and self._pauses[player].left > 0
 

@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ocnopt import whole_step
 from ocnopt.curvature import Identity
 from ocnopt.curvature.tally import Tally, length_of
 from ocnopt.distributed import World
@@ -260,7 +261,7 @@ class Forms:
     @cached_property
     def _is_fine(self) -> bool:
         """Is it known that there is nothing to mask? Nobody waits for a CPU."""
-        return self.ok is None or (self.ok.device.type == "cpu" and bool(self.ok))
+        return self.ok is None or (whole_step.may_look(self.ok) and bool(self.ok))
 
     def _masked(self, t: Tensor) -> Tensor:
         if self.ok is None or not t.is_floating_point():

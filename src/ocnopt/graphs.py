@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from ocnopt import clockwork, whole_step
-from ocnopt.clockwork import Clockwork, Rates
-from ocnopt.curvature import beside
+from ocnopt import clockwork
+from ocnopt.clockwork import Rates
 from ocnopt.environment import Autocast
 from ocnopt.games.flow import Flow
 from ocnopt.linalg import without_autocast
+from ocnopt.recording import Recording, Studio, told_of_waiting
 from ocnopt.rng import AllRNG
 
 #: eager steps of a kind before one of it is captured: tables are filled, libraries choose their kernels
@@ -95,7 +93,7 @@ class GraphedStep:
             self._say(self._never)
             return
         self._device = opt.param_groups[0]["params"][0].device
-        self._stream = torch.cuda.Stream(self._device)
+        self._studio = Studio(self._device)
         self._follow_changes()
 
     def __call__(self, *inputs: Any) -> Tensor:
@@ -141,10 +139,11 @@ class GraphedStep:
     def _on_the_side(self, inputs: tuple[Any, ...]) -> Tensor:
         """On the stream of the captures: the nodes that add to gradients belong to the stream they are made on."""
         present = torch.cuda.current_stream()
-        self._stream.wait_stream(present)
-        with torch.cuda.stream(self._stream):
+        stream = self._studio.stream
+        stream.wait_stream(present)
+        with torch.cuda.stream(stream):
             loss = self._train(inputs)
-        present.wait_stream(self._stream)
+        present.wait_stream(stream)
         return loss
 
     # --- graphs ---
@@ -153,7 +152,6 @@ class GraphedStep:
         self._graphs: dict[Hashable, Graph] = {}
         self._seen: dict[Hashable, int] = {}  # eager steps of each kind
         self._failed: str | None = None  # why a step of these hyper-parameters cannot be captured after all
-        self._pool: Any = None
 
     def _follow_changes(self) -> None:
         """What a graph has frozen may have been changed since the last step: then it is of no use any more."""
@@ -163,6 +161,7 @@ class GraphedStep:
         if before == self._frozen:
             return
         self._forget()
+        self._studio.clear()
         self._why = clockwork.why_not(self.opt)
         if self._why is None:
             if changed := clockwork.changed_options(before, self._frozen):
@@ -184,7 +183,7 @@ class GraphedStep:
         if seen < _WARM_UP:
             self.reason, self._seen[kind] = "the first steps warm up", seen + 1
             return self._eager(inputs) if seen + 1 < _WARM_UP else self._watched(inputs)
-        graph, known = self._graphs.get(kind), kind in self._graphs
+        graph = self._graphs.get(kind)
         if graph is None:
             captured = self._capture()
             if isinstance(captured, str):
@@ -193,17 +192,13 @@ class GraphedStep:
                 return self._train(inputs)
             graph = self._graphs[kind] = captured
         self._inputs.fill(inputs)
-        loss = graph.replay()
-        if known:  # the capture itself was the first step, as far as Python is concerned
-            graph.clockwork.tick()
-        return loss
+        return graph.replay()
 
     def _watched(self, inputs: tuple[Any, ...]) -> Tensor:
         """An eager step that tells whether it could be captured: one that tries and fails leaves torch in disorder."""
         waits: list[str] = []
-        beside.wait()  # other threads may wait
         before = AllRNG.capture([self._device])
-        with _told_of_waiting(waits):
+        with told_of_waiting(waits):
             loss = self._eager(inputs)
         after = AllRNG.capture([self._device])
         again = clockwork.must_repeat_random_numbers(self.opt)
@@ -217,30 +212,13 @@ class GraphedStep:
 
     def _capture(self) -> Graph | str:
         """A graph, or why there is none. Nothing runs on the device."""
-        beside.wait()
-        wheels, present = Clockwork(self.opt, self._flow), torch.cuda.current_stream()
-        graph, self._pool = torch.cuda.CUDAGraph(), self._pool or torch.cuda.graph_pool_handle()
         buffers = self._inputs.buffers()
-        # other threads may go on with what they do, such as pinning memory for the batches to come
-        capturing = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
-        try:
-            with whole_step.captured() as own, capturing:
-                loss = self._train(buffers)
-            why = wheels.stop()
-        except BaseException as error:
-            torch.cuda.set_stream(present)
-            _mend(self._device)
-            wheels.undo()
-            if not isinstance(error, Exception):
-                raise
-            first = error if error.__context__ is None else error.__context__
-            return f"the capture failed ({type(first).__name__}: {str(first).splitlines()[0]})"
-        if why is not None:
-            wheels.undo()
-            return why
+        captured = self._studio.record(lambda: self._train(buffers), self.opt, self._flow)
+        if isinstance(captured, str):
+            return captured
         self.captures += 1
         params = [p for group in self.opt.param_groups for p in group["params"]]
-        return Graph(graph, loss, [(p, p.grad) for p in params], wheels, own)
+        return Graph(captured, [(p, p.grad) for p in params])
 
     def _say(self, why: str) -> None:
         """Once."""
@@ -253,18 +231,15 @@ class GraphedStep:
 class Graph:
     """One captured step."""
 
-    graph: torch.cuda.CUDAGraph
-    loss: Tensor
+    step: Recording[Tensor]
     grads: list[tuple[Tensor, Tensor | None]]  # of each parameter, where the graph writes it
-    clockwork: Clockwork
-    own: whole_step.Capture  # what it reads, and nobody else may have any more
 
     def replay(self) -> Tensor:
-        self.graph.replay()
+        self.step.replay()
         for p, grad in self.grads:
             if p.grad is not grad:  # since an eager step
                 p.grad = grad
-        return self.loss.clone()  # the next replay overwrites it
+        return self.step.result.clone()  # the next replay overwrites it
 
 
 class Inputs:
@@ -321,32 +296,3 @@ def _called(model: nn.Module, given: Any) -> Any:
     if isinstance(given, dict):
         return model(**given)
     return model(*given) if isinstance(given, tuple) else model(given)
-
-
-def _mend(device: torch.device) -> None:
-    """After a capture that failed the generator may believe that it is still underway, and refuse to draw."""
-    state = torch.cuda.get_rng_state(device)
-    try:
-        torch.rand(1, device=device)
-    except RuntimeError:
-        generator = torch.cuda.default_generators[device.index]
-        generator.graphsafe_set_state(generator.clone_state())
-    torch.cuda.set_rng_state(state, device)
-
-
-@contextmanager
-def _told_of_waiting(places: list[str]) -> Iterator[None]:
-    """Collects where the host waits for the device, as far as torch knows."""
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-    for each in caught:
-        if "synchronizing CUDA operation" in str(each.message):
-            places.append(f"{Path(each.filename).name}, line {each.lineno}")
-        elif "Synchronization debug mode" not in str(each.message):  # it calls itself a prototype
-            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)

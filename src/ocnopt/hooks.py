@@ -110,6 +110,11 @@ class Others:
                 watched.changes = False
                 self._replace(hooks, number, watched)
 
+    @property
+    def there(self) -> bool:
+        """Were there any in the last pass?"""
+        return bool(self._watched)
+
     def rest(self) -> frozenset[int]:
         """It has ended, or was interrupted. Returns the hooks that changed nothing in it."""
         self._put_back()

@@ -126,7 +126,7 @@ def nothing_else(record: Record, name: str, grad: Tensor | None) -> bool:
     Autograd hands on the tensor that it gets if there is no other to add to it. Who writes to it afterwards is not
     always counted (``p.grad.data``, a scaler): only in a whole step that is captured nobody comes between.
     """
-    return whole_step.underway() and grad is not None and record.left.get(name) == (grad.data_ptr(), grad._version)
+    return whole_step.undisturbed() and grad is not None and record.left.get(name) == (grad.data_ptr(), grad._version)
 
 
 def _observed() -> bool:

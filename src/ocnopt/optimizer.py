@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -29,7 +30,7 @@ from ocnopt.linalg import without_autocast
 from ocnopt.memory import usage
 from ocnopt.play import Snapshot, play
 from ocnopt.players import Player, find_uses
-from ocnopt.problem import pose
+from ocnopt.problem import Problem, pose
 from ocnopt.records import Folded, Need, Pass
 from ocnopt.rehearsal import is_rehearsal, rehearse
 from ocnopt.remeasure import Remeasure
@@ -93,6 +94,8 @@ class OCNOpt(Optimizer):
             ones follow each other quickly, at steps 1, 2, 3, 4, 6, 9, …
         fused: whole steps in a few kernels of our own, where they can be had: CUDA, Triton, rank 1, identity or
             adaptive curvature. ``False``: operations of torch alone; ``True``: kernels, or an error that says why.
+        graphed: on CUDA, steps that repeat themselves are replayed from a CUDA graph, which takes memory for a copy of
+            what the hooks keep of a pass. ``False``: never; ``True``: a warning says why, where it cannot be.
     """
 
     def __init__(
@@ -128,6 +131,7 @@ class OCNOpt(Optimizer):
         refresh_every: int = 100,
         ekfac: bool = True,
         fused: bool | None = None,
+        graphed: bool | None = None,
     ) -> None:
         if feedback == "auto":
             quiet = model is not None and is_continuous(model) and not arguments.asks_for_a_game(locals())
@@ -169,6 +173,9 @@ class OCNOpt(Optimizer):
         self._count = 0
         self._diagnostics = Diagnostics()
         self._skips = Skips()
+        from ocnopt.replays import Replays  # which knows this class
+
+        self._replays = Replays()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_learned": self._aligner.state_dict()}
@@ -312,7 +319,10 @@ class OCNOpt(Optimizer):
                 rehearse(players, self.param_groups[0], self.state)
             elif players:
                 with without_autocast():
-                    self._step(terms, need, players, loss, closure, rng)
+                    if closure is None:
+                        self._replays.step(self, terms, players, lambda: self._step(terms, need, players))
+                    else:
+                        self._step(terms, need, players, loss, closure, rng)
         finally:
             self._due = None
             if self._tape is not None:
@@ -377,10 +387,10 @@ class OCNOpt(Optimizer):
         terms: Terms,
         need: Need,
         players: list[Player],
-        loss: Any,
-        closure: Callable[[], float] | None,
-        rng: AllRNG | None,
-    ) -> None:
+        loss: Any = None,
+        closure: Callable[[], float] | None = None,
+        rng: AllRNG | None = None,
+    ) -> Problem:
         group = self.param_groups[0]
         world = self._talking_to(loss)
         passes = [] if self._tape is None else passes_of(self._tape, group)
@@ -414,6 +424,7 @@ class OCNOpt(Optimizer):
         self._skips.count(problem)
         if closure is not None and before is not None and rng is not None:
             self._diagnostics.actual = Remeasure(self, closure, before, rng)
+        return problem
 
     @torch.no_grad()
     def _fold(self) -> None:
@@ -455,7 +466,8 @@ class OCNOpt(Optimizer):
         """The last step, layer by layer. Warns if steps were skipped since it was last asked for."""
         self._skips.report(self._alone)
         self._diagnostics.skipped = None if self._skips.total is None else self._skips.total.clone()
-        return self._diagnostics
+        # the next replay overwrites what a graph has written
+        return self._diagnostics if self._replays.reason is not None else deepcopy(self._diagnostics)
 
     def summary(self) -> str:
         """Print and return one table: layer, adapter, curvature, stage, parameters, what falls back and why."""

@@ -50,6 +50,11 @@ class Phase:
             _listener.end(self.name)
 
 
+def listening() -> bool:
+    """Is anybody told?"""
+    return _listener is not None
+
+
 @contextmanager
 def told(listener: Listener) -> Iterator[None]:
     """Tell this listener, and nobody else, of all phases in the block."""

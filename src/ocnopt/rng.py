@@ -51,7 +51,8 @@ class RNGState:
 
     def _apply(self) -> None:
         for device, state in self.states.items():
-            _set(device, state)
+            if device.type != "cuda" or not whole_step.underway():
+                _set(device, state)
 
 
 @dataclass(frozen=True, eq=False)

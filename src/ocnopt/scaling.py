@@ -32,6 +32,7 @@ class Scaling:
         self._hooks: dict[Tensor, RemovableHandle] = {}
         self._kept: dict[Tensor, Tensor] = {}  # some entries of a gradient, as the backward pass left them
         self._left: dict[Tensor, tuple[Tensor, int]] = {}  # the gradient itself, and how often it was written to
+        self._pairs: list[tuple[Tensor, Tensor]] | None = None
         self.watch(model.parameters())
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
@@ -57,6 +58,18 @@ class Scaling:
     def clear(self) -> None:
         self._kept.clear()
         self._left.clear()
+        self._pairs = None
+
+    @property
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Entries as the backward pass left them, and as they are when they are first asked for."""
+        if self._pairs is None:
+            self._pairs = [(then, _sample(p.grad)) for p, then in self._kept.items() if p.grad is not None]
+        return self._pairs
+
+    @pairs.setter
+    def pairs(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        self._pairs = pairs
 
     @torch.no_grad()
     def gone(self) -> bool:
@@ -75,13 +88,13 @@ class Scaling:
         """
         if world.size > 1:
             return _ratio(*self._everywhere(world)) / world.size if self._watched else None
-        kept = [(then, _sample(p.grad)) for p, then in self._kept.items() if p.grad is not None]
+        kept = self.pairs
         if not kept:
             return None
         device = kept[0][0].device
         then, now = (torch.cat([t.to(device) for t in column]).to(torch.float64) for column in zip(*kept, strict=True))
-        # nobody waits for a CPU, and a factor of 1 need not be multiplied by
-        return None if device.type == "cpu" and torch.equal(then, now) else _ratio(then, now)
+        # a factor of 1 need not be multiplied by
+        return None if whole_step.may_look(then) and torch.equal(then, now) else _ratio(then, now)
 
     def _everywhere(self, world: World) -> tuple[Tensor, Tensor]:
         """The entries as the backward passes of all processes left them, on average, and as they are.
@@ -104,7 +117,7 @@ class Scaling:
 
 def _untouched(p: Tensor) -> bool:
     """Is it certain that the step finds the gradient as the backward pass leaves it?"""
-    return whole_step.underway() and len(p._post_accumulate_grad_hooks or ()) == 1  # none but ours
+    return whole_step.undisturbed() and len(p._post_accumulate_grad_hooks or ()) == 1  # none but ours
 
 
 def _sample(grad: Tensor) -> Tensor:

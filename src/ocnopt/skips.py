@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ocnopt import whole_step
 from ocnopt.problem import Problem
 
 
@@ -38,6 +39,7 @@ class Skips:
                 self._bad.clear()
             self._bad[key] = Bad(torch.ones_like(problem.finite), torch.zeros_like(self.total))
         last = self._bad[key]
+        whole_step.keep(last, self.total)
         torch.where(fine, last.finite, problem.finite, out=last.finite)
         torch.where(fine, last.turn, self.total, out=last.turn)
 

@@ -1,18 +1,20 @@
-"""Is a whole training step being captured in a CUDA graph, from the forward pass to the last update?
+"""Is a training step being captured in a CUDA graph, from the forward pass to the last update or ``opt.step()`` alone?
 
-Then nothing runs until all of it is written down, nobody comes between the backward pass and the step, and whoever
-captures has made sure that no random number must be drawn a second time. What guards against these can be left out.
+Then nothing runs until all of it is written down, and whoever captures has made sure that no random number must be
+drawn a second time. From the forward pass on, nobody comes between the backward pass and the step either. What guards
+against these can be left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -22,6 +24,9 @@ T = TypeVar("T")
 class Capture:
     """Of one step: what its graph reads and was not made by it, or only once. It lives as long as the graph does."""
 
+    whole: bool = True  # from the forward pass on
+    pointing: bool = False  # is it told before each replay where gradients are?
+    rates: Mapping[int, Tensor] = field(default_factory=dict)  # where it reads the step size of a group, by its id
     kept: list[Any] = field(default_factory=list)
     made: dict[Hashable, Any] = field(default_factory=dict)
 
@@ -34,8 +39,29 @@ def underway() -> bool:
     return _underway is not None
 
 
+def undisturbed() -> bool:
+    """Is it certain that nobody comes between the backward pass and the step?"""
+    return _underway is not None and _underway.whole
+
+
+def may_look(t: Tensor) -> bool:
+    """Is a number at hand, and nobody going to replay what is made of it?"""
+    return t.device.type == "cpu" and _underway is None
+
+
+def pointing() -> bool:
+    """Are gradients going to be somewhere else at each replay, and kernels told where?"""
+    return _underway is not None and _underway.pointing
+
+
+def rate(group: Mapping[str, Any]) -> float | Tensor:
+    """The step size of a parameter group, or where a graph is going to read it."""
+    lr: float | Tensor = group["lr"]
+    return lr if _underway is None else _underway.rates.get(id(group), lr)
+
+
 def capturing() -> bool:
-    """Is anything being captured, a whole step or less?"""
+    """Is anything being captured, by us or by somebody else?"""
     return _underway is not None or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
@@ -59,7 +85,7 @@ def remembered(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def once(key: Hashable, make: Callable[[], T]) -> T:
-    """What a whole step makes one of, and anything else one for each use."""
+    """What a step that is captured makes one of, and anything else one for each use."""
     if _underway is None:
         return make()
     if key not in _underway.made:
@@ -69,9 +95,9 @@ def once(key: Hashable, make: Callable[[], T]) -> T:
 
 
 @contextmanager
-def captured() -> Iterator[Capture]:
+def captured(capture: Capture | None = None) -> Iterator[Capture]:
     global _underway
-    before, _underway = _underway, Capture()
+    before, _underway = _underway, capture or Capture()
     try:
         yield _underway
     finally:

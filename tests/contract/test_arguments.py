@@ -42,6 +42,7 @@ WRONG: dict[str, list[Any]] = {
     "refresh_every": [0, 1.5, None, True],
     "ekfac": [1, None],
     "fused": [0, "yes", 1.0],
+    "graphed": [0, "yes", 1.0],
 }
 CASES = [(name, value) for name, wrong in WRONG.items() for value in wrong]
 

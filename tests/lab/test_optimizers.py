@@ -56,7 +56,7 @@ def test_options_arrive(table: dict[str, Any], kind: type, expected: dict[str, A
 
 
 def test_ocnopt_can_be_given_everything_it_takes() -> None:
-    elsewhere = {"params", "model", "maximize", "accumulate", "process_group", "fused"}
+    elsewhere = {"params", "model", "maximize", "accumulate", "process_group", "fused", "graphed"}
     takes = set(inspect.signature(OCNOpt).parameters) - elsewhere
     assert set(OPTIMIZERS["ocnopt"].options) == takes
     assert set(read_optimizer({"name": "ocnopt"}).options) == takes

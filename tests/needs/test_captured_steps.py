@@ -14,7 +14,7 @@ from tests.toys import assert_identical, backward, batches, mlp, state_of, train
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ocnopt import OCNOpt, clockwork, graphed_step, graphs, multi, whole_step
+from ocnopt import OCNOpt, clockwork, graphed_step, multi, recording, whole_step
 from ocnopt.clockwork import Clockwork, frozen
 from ocnopt.curvature import Adaptive
 from ocnopt.rng import RNGState
@@ -80,7 +80,7 @@ def test_a_hook_of_somebody_else_may_change_gradients_in_a_capture() -> None:
         with whole_step.captured():
             backward(model, *batches()[0])
         assert opt._tape is not None
-        scales.append(opt._tape._scaling.factor(opt._talking_to(None)))
+        scales.append(opt._tape.scaling.factor(opt._talking_to(None)))
     assert scales[0] is None
     assert scales[1] is not None
     torch.testing.assert_close(scales[1], torch.tensor(0.5, dtype=torch.float64))
@@ -99,7 +99,7 @@ class Nothing:
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clockwork, "why_never", lambda model, opt: None)
-    monkeypatch.setattr(graphs, "_mend", lambda device: None)
+    monkeypatch.setattr(recording, "_mend", lambda device: None)
     for name in ("Stream", "CUDAGraph", "current_stream", "set_stream", "graph_pool_handle"):
         monkeypatch.setattr(torch.cuda, name, Nothing)
     for name in ("stream", "device", "graph"):

@@ -49,9 +49,7 @@ class FusedActor(Actor):
     def _look(self) -> bool:
         """Form the products of the recursion."""
         layout, kernels = self.layout, support.kernels()
-        momentum = self.zeros_like_parameters("momentum") if self.group["momentum"] else None
-        moments = self.zeros_like_parameters("second_moment") if self._adaptive else None
-        table = layout.table(self.grads, self.shelf.parts(self.params), momentum, moments)
+        table = self._table(self.grads)
         if table is None:
             return False
         self.table = table
@@ -78,6 +76,23 @@ class FusedActor(Actor):
             return False
         kernels.add_up[layout.width,](partials, layout.firsts, self.rows, layout.total, BLOCK=256)
         return True
+
+    def _table(self, grads: Sequence[Tensor]) -> Table | None:
+        momentum = self.zeros_like_parameters("momentum") if self.group["momentum"] else None
+        moments = self.zeros_like_parameters("second_moment") if self._adaptive else None
+        return self.layout.table(grads, self.shelf.parts(self.params), momentum, moments)
+
+    def reads(self, grads: Sequence[Tensor]) -> bool:
+        """Let kernels that were captured read other gradients. ``False`` where they cannot, or where anything else is
+        not where it was.
+        """
+        table = self._table(grads) if all(g.dtype == self._dtype for g in grads) else None
+        return table is not None and table.others is self.table.others and table.aligned == self.table.aligned
+
+    def let_go(self) -> None:
+        """Of the gradients."""
+        _ = self._constants
+        self.grads = []
 
     @property
     def _momentum_correction(self) -> Scalar:
@@ -163,6 +178,11 @@ class FusedActor(Actor):
         )
 
     @cached_property
+    def _dtype(self) -> torch.dtype:
+        """Of the gradients."""
+        return self.grads[0].dtype
+
+    @cached_property
     def _adaptive(self) -> bool:
         return isinstance(self.shelf.curvature, Adaptive)
 
@@ -182,7 +202,7 @@ class FusedActor(Actor):
         """What kernels are built for."""
         kernels = support.kernels()
         return {
-            "GRAD": kernels.KINDS[self.grads[0].dtype],
+            "GRAD": kernels.KINDS[self._dtype],
             "PARAM": kernels.KINDS[self.params[0].dtype],
             "SIGN": self.sign,
             "ADAPTIVE": self._adaptive,

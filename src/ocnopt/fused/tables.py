@@ -73,14 +73,23 @@ class Layout:
         if order != [(g.shape, g.stride()) for g in grads]:
             return None
         mine = [g.data_ptr() for g in grads]
+        aligned = aligned and not any(address % 16 for address in mine)
         if whole_step.capturing():
             whole_step.keep(self.chunks, self.firsts, self._decays, sent, self._pinned)
-            return Table(self._sent_by_graph(mine), sent, aligned and not any(address % 16 for address in mine))
-        if self._pinned is None and self.device.type == "cuda":
+            if not whole_step.pointing():
+                return Table(self._sent_by_graph(mine), sent, aligned)
+        elif self._pinned is None and self.device.type == "cuda":
             self._pinned = torch.empty(self.width, dtype=torch.int64, pin_memory=True)
-        if self._grads is None or self._grads[0] != mine:
-            self._grads = mine, self._sent(mine)
-        return Table(self._grads[1], sent, aligned and not any(address % 16 for address in mine))
+        return Table(self._pointing_to(mine), sent, aligned)
+
+    def _pointing_to(self, row: list[int]) -> Tensor:
+        """In the same place at each step, for graphs that read it there."""
+        if self._grads is None:
+            self._grads = row, self._sent(row)
+        elif self._grads[0] != row:
+            self._grads = row, self._grads[1].copy_(torch.tensor(row), non_blocking=True)
+        whole_step.keep(self._grads)
+        return self._grads[1]
 
     def _sent(self, rows: Sequence[object]) -> Tensor:
         """On the device, without waiting for it: what is small is copied aside at once, and sent in its turn."""

@@ -89,6 +89,7 @@ class Flow:
     unknown: str | None = None  # why it could not be followed to its end
     fixed: str | None = None  # why its operations cannot be run again in another order
     uses: int = 0  # of how many steps it was
+    version: int = 0  # how often other numbers have been found in its code
     rounds: dict[Any, Any] = field(default_factory=dict)  # what follows from it, see Game
     watched: Edges | None = None  # the live edges of the last step, if they are going to be those of the next one
     held: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # passes that no step has been made of yet
@@ -144,7 +145,7 @@ class Flow:
         self.constants = dict(zip(self.constants, constants, strict=True))
         if equal(self.entries, entries):
             return
-        self.entries = entries
+        self.entries, self.version = entries, self.version + 1
         nodes = {node.meta["turn"]: node for node in self.graph.nodes if "turn" in node.meta}
         for node in self.graph.nodes:
             if node.meta.get("entry", -1) >= 0:

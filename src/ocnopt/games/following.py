@@ -72,6 +72,11 @@ class Follower:
             self._recorder.leave(name, output)
 
     @property
+    def draws(self) -> bool:
+        """Did the last pass draw random numbers?"""
+        return self._draws
+
+    @property
     def follows(self) -> bool:
         """Does the pass under way do what was expected of it?"""
         return self._recorder is not None and self._recorder.follows

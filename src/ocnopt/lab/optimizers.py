@@ -150,7 +150,7 @@ def _of_class(title: str, cls: Callable[..., Optimizer]) -> Kind:
         return cls(model.parameters(), model=model, **options)
 
     # what the trainer decides, or the device
-    elsewhere = ("params", "model", "loss_fn", "maximize", "accumulate", "process_group", "fused")
+    elsewhere = ("params", "model", "loss_fn", "maximize", "accumulate", "process_group", "fused", "graphed")
     options = options_of(cls, skip=elsewhere)
     return Kind(title, build, options, looks_inside=True)
 
