@@ -81,9 +81,11 @@ class Graph:
 
 @contextmanager
 def _capture(graph: Graph, *_: Any, **__: Any) -> Iterator[None]:
-    with graph.writing:
-        yield
-    graph.writing.undo()
+    try:
+        with graph.writing:
+            yield
+    finally:
+        graph.writing.undo()
 
 
 class Nothing:

@@ -118,14 +118,14 @@ def _put_back(record: Record, them: Iterator[Tensor]) -> None:
 def unharmed(tape: Tape) -> Iterator[None]:
     """Run a block that uses up what is on the tape; afterwards it is there again."""
     found = [(each, dict(vars(each))) for each in (*tape.passes, *tape.records)]
-    flows = {this.flow: this.flow.constants for this in tape.passes if this.flow is not None}
+    flows = {this.flow: (this.flow.constants, this.flow.fixed) for this in tape.passes if this.flow is not None}
     try:
         yield
     finally:
         for each, before in found:
             vars(each).update(before)
-        for flow, constants in flows.items():
-            flow.constants = constants
+        for flow, (constants, fixed) in flows.items():
+            flow.constants, flow.fixed = constants, fixed
 
 
 def _make_up(this: Pass) -> Hashable:

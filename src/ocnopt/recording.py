@@ -42,7 +42,8 @@ class Studio:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)
+        # ahead of eigendecompositions, which run beside the steps
+        self.stream = torch.cuda.Stream(device, priority=-1)
         self._pool: Any = None
 
     def clear(self) -> None:

@@ -58,8 +58,8 @@ class Replays:
 
     def step(self, opt: OCNOpt, terms: Terms, players: list[Player], run: Step) -> None:
         """Make a step: ``run`` would."""
-        self._follow_changes(opt, terms, players)
-        self.reason = self._never or self._failed or _why_not_now(opt, players)
+        self._follow_changes(opt, terms)
+        self.reason = self._never or self._failed or _why_not_now(opt)
         if self.reason is None:
             failed = clockwork.catch_up(opt)
             self._of_kind(opt, players, run)
@@ -69,8 +69,8 @@ class Replays:
         if self.reason is not None and terms.whole["graphed"]:
             self._say(self.reason)
 
-    def _follow_changes(self, opt: OCNOpt, terms: Terms, players: list[Player]) -> None:
-        looked_at = terms, opt._model, opt._world, players
+    def _follow_changes(self, opt: OCNOpt, terms: Terms) -> None:
+        looked_at = terms, opt._model, opt._world
         if self._looked_at and all(a is b for a, b in zip(looked_at, self._looked_at, strict=True)):
             return
         self._looked_at = looked_at
@@ -79,11 +79,11 @@ class Replays:
 
     def _of_kind(self, opt: OCNOpt, players: list[Player], run: Step) -> None:
         taken = intake.Intake((), []) if opt._tape is None else intake.taken_in(opt._tape)
-        kind = taken.kind, clockwork.kind(opt), _settings(opt)
+        kind = taken.kind, tuple(players), clockwork.kind(opt), _settings(opt)
         if kind in self._graphs:
             if not self._graphs[kind].replay(opt, taken.tensors):
                 self.reason = "tensors are not where they were, or not of the size that they had"
-                del self._graphs[kind]
+                del self._graphs[kind], self._seen[kind]
                 run()
             return
         seen = self._seen[kind] = self._seen.get(kind, 0) + 1
@@ -151,7 +151,7 @@ def _why_not_again(opt: OCNOpt) -> str | None:
     return None
 
 
-def _why_not_now(opt: OCNOpt, players: list[Player]) -> str | None:
+def _why_not_now(opt: OCNOpt) -> str | None:
     """Why the coming step cannot, although others can."""
     if whole_step.capturing():
         return "somebody else is capturing"
