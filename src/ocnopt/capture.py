@@ -27,7 +27,7 @@ from ocnopt.hooks import Hook, Hooks, Others
 from ocnopt.layers import Adapter
 from ocnopt.once import Once
 from ocnopt.places import Place
-from ocnopt.readings import Reading
+from ocnopt.readings import Reading, Waiting
 from ocnopt.records import Folded, Need, Pass, Record, Rollout, detached, floating, versions_of
 from ocnopt.rng import AllRNG
 from ocnopt.scaling import Scaling
@@ -43,6 +43,7 @@ class Tape:
         self._modules = dict(modules)
         self.measured = innermost(modules)
         self.records: list[Record] = []
+        self.waiting = Waiting()
         self._reached: dict[int, Pass] = {}  # by a backward pass, whether or not records tell of it
         self.folded: Folded | None = None  # what is left of earlier passes
         self.before_pass: Callable[[], None] = lambda: None  # told of a pass while the tape holds others
@@ -236,7 +237,7 @@ class Tape:
         outputs, need = floating(output), self.asked
         if need.flow and not need.states:
             seen = Pass(None, order=this.order, flow=flow)  # without what it saw
-            self._when_trained_on(outputs, lambda: self._settle(seen))
+            self._when_trained_on(outputs, lambda: self.settle(seen))
         if not need.states:
             return None
         nodes = [t.grad_fn for t in outputs if t.grad_fn is not None]
@@ -261,20 +262,7 @@ class Tape:
         """
         reading = store[key] = Reading(t, this.batch if this.split else None)
         t = t.view_as(t)
-        outside = store is this.D
-
-        def hook(g: Tensor) -> None:
-            if not self.hears(this, record):
-                return
-            if record is not None and not record.arrived:
-                self.take(record)
-            self._reached.setdefault(id(this), this)
-            compared = outside or this.compared  # outputs always are
-            reading.arrive(g, last=not graph_is_kept(), kept=compared, sized=not compared)
-            if outside:
-                self._settle(this)
-
-        t.register_hook(hook)
+        t.register_hook(Arrival(self, this, record, reading, store is this.D))
         return t
 
     def _read(self, t: Tensor, value: int, entry: int) -> Tensor:
@@ -284,9 +272,17 @@ class Tape:
 
     def hears(self, this: Pass, record: Record | None) -> bool:
         """Does what arrives at a pass, or at a call in it, belong to the step?"""
-        if this.all_reached():
-            return self._backwards.counts_for_all()
-        return self._backwards.counts(this.sinks if record is None else record.sinks)
+        task = torch._C._current_graph_task_id()
+        if this.heard[0] == task:  # the same is true of all that arrives in it
+            return this.heard[1]
+        if not this.all_reached():
+            return self._backwards.counts(this.sinks if record is None else record.sinks)
+        this.heard = task, self._backwards.counts_for_all()
+        return this.heard[1]
+
+    def reach(self, this: Pass) -> None:
+        """A backward pass has come by."""
+        self._reached.setdefault(id(this), this)
 
     def take(self, record: Record) -> None:
         """Its first adjoint has arrived. The groups of one pass are others where there are two: what the backward pass
@@ -334,7 +330,7 @@ class Tape:
             if t.grad_fn is not None:
                 t.register_hook(hook)
 
-    def _settle(self, this: Pass) -> None:
+    def settle(self, this: Pass) -> None:
         """This pass is trained on. Others, before or after it, have no say in who acts when."""
         self.order, self.flow, self._trained = this.order, this.flow, True
         if not this.settled and this.flow is not None:
@@ -365,6 +361,28 @@ class Tape:
         if self._chains.get(key, True):
             self._chains[key] = is_chain(self.graph, outputs)
         return self._chains[key]
+
+
+class Arrival:
+    """The hook at one edge."""
+
+    __slots__ = ("outside", "reading", "record", "tape", "this")
+
+    def __init__(self, tape: Tape, this: Pass, record: Record | None, reading: Reading, outside: bool) -> None:
+        """``outside``: it leads out of the model."""
+        self.tape, self.this, self.record, self.reading, self.outside = tape, this, record, reading, outside
+
+    def __call__(self, g: Tensor) -> None:
+        tape, this, record = self.tape, self.this, self.record
+        if not tape.hears(this, record):
+            return
+        if record is not None and not record.arrived:
+            tape.take(record)
+        tape.reach(this)
+        compared = self.outside or this.compared  # outputs always are
+        self.reading.arrive(g, not graph_is_kept(), compared, not compared, tape.waiting)
+        if self.outside:
+            tape.settle(this)
 
 
 def _batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:

@@ -76,6 +76,7 @@ class Pass:
     accounts: dict[tuple[str, str], Account] = field(default_factory=dict)  # of them, and of layers inside hosts
     _sinks: Sinks | None = None
     _reached: tuple[int, bool] = (-1, False)  # in which backward pass
+    heard: tuple[int, bool] = (-1, False)  # likewise: does what arrives in it belong to the step?
 
     @property
     def sinks(self) -> Sinks:
