@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ocnopt import apart
 from ocnopt.anatomy import Anatomy
-from ocnopt.backwards import Backwards, sinks_of
+from ocnopt.backwards import Backwards, Leaves, sinks_of
 from ocnopt.chain import Ends, is_chain
 from ocnopt.distributed import World
 from ocnopt.environment import Autocast, Environment, is_transforming
@@ -68,6 +68,7 @@ class Tape:
         self._chain = False  # was the last pass one?
         self.asking: set[str] | None = None  # the modules at whose inputs the policy of a chain is asked
         self._known: list[tuple[int, bool]] = []  # the parameters in the last pass, and which were trained
+        self._leaves = Leaves()
         self._trained_modules: set[str] = set()  # those that hold some of them
         self._wanted = -1, False  # in which backward pass
         self.left_alone: set[str] = set()  # modules whose outputs nobody overwrites in place
@@ -188,10 +189,11 @@ class Tape:
         self._look_at(parameters)
         if need.calls or need.states:  # then the model may run again
             self._keep_places()
-            self._others.watch()
+            self._others.watch(anatomy.modules)
         given = args, kwargs
         args, kwargs = detached(given)
         this = self.current = Pass(_batch_size(args, kwargs), args, kwargs, versions_of((args, kwargs)))
+        this.leaves = self._leaves
         this.turn, self._turns = self._turns, self._turns + 1
         this.autocast, rng = Autocast.of(anatomy), AllRNG.capture(anatomy.devices)
         if need.rank != 1 and this.batch is not None and not self._reached and not self._several:
@@ -210,7 +212,7 @@ class Tape:
         known = [(id(p), p.requires_grad) for p in parameters]
         if known == self._known:
             return
-        self._known, self.asking = known, None  # others may act
+        self._known, self.asking, self._leaves = known, None, Leaves()  # others may act
         self._scaling.watch(parameters)
         held = {n: m._parameters.values() for n, m in self._modules.items()}
         self._trained_modules = {n for n, own in held.items() if any(p is not None and p.requires_grad for p in own)}
@@ -342,7 +344,8 @@ class Tape:
 
     def _keep_places(self) -> None:
         for module, before, after in self._places:
-            self._others.keep_places(module, before.id, after.id)
+            if len(module._forward_pre_hooks) > 1 or len(module._forward_hooks) > 1:  # somebody else is there
+                self._others.keep_places(module, before.id, after.id)
         first, last = self._handles[:2]
         cast(Hooks, self.model._forward_pre_hooks).move_to_end(first.id, last=False)
         cast(Hooks, self.model._forward_hooks).move_to_end(last.id)

@@ -7,7 +7,7 @@ to run it, products wait for each other, up to the end of the backward pass or u
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -196,7 +196,7 @@ class Waiting:
                 else:
                     alike.setdefault((pair.x.device, pair.x.dtype, pair.y.dtype), []).append((reading, pair))
             for group in alike.values():
-                found = dots.dots([pair for _, pair in group]) or [None] * len(group)
+                found: Sequence[Tensor | None] = dots.dots([pair for _, pair in group]) or [None] * len(group)
                 for (reading, _), before in zip(group, found, strict=True):
                     reading.settle(before)
 

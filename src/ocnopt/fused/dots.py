@@ -94,7 +94,7 @@ def dots(pairs: Sequence[Pair]) -> list[Tensor] | None:
     partials = torch.empty(len(plan.shares), dtype=torch.float32, device=x.device)
     results = torch.empty(plan.products, dtype=torch.float32, device=x.device)
     how = {"X": kernels.KINDS[x.dtype], "Y": kernels.KINDS[y.dtype], "CHUNK": kernels.CHUNK, "BLOCK": kernels.BLOCK}
-    aligned = plan.aligned and not any([address % 16 for address in row])
+    aligned = plan.aligned and not any(address % 16 for address in row)
     try:
         kernels.dots[len(partials),](addresses, plan.shares, partials, len(pairs), ALIGNED=aligned, **how)
         kernels.sums[plan.products,](partials, plan.firsts, results, BLOCK=kernels.BLOCK)
