@@ -21,9 +21,11 @@ class Residual(nn.Module):
         self.first, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
         self.block, self.last = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(4, 3)
         self.scale = 1.0
+        self.register_buffer("mean", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        h = relu(self.norm(self.first(x)))
+        h = relu(self.norm(self.first(x))) + 0.1 * self.mean
+        self.mean.mul_(0.5).add_(0.5 * h.detach().mean())  # a second pass must find it as the first one did
         h = h + self.scale * relu(self.block(h))
         out: Tensor = self.last(h.mean((2, 3)))
         return out

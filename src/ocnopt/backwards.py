@@ -7,7 +7,7 @@ hand, ``p.grad = g``: what it says is heard, and counts unless a ``backward()`` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -27,12 +27,50 @@ class Purpose(Enum):
     ADDED = "gradients of parameters are added to p.grad"
 
 
-def sinks_of(*modules: nn.Module) -> Sinks:
-    """Not of parameters that are sharded: whole ones stand in for them while the module runs."""
+class Reader(torch.autograd.Function):
+    """Reads many leaves at once, as far as the graph tells, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, *leaves: Tensor) -> Tensor:
+        return leaves[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise NotImplementedError
+
+
+class Leaves:
+    """The parameters of modules that gradients are added to; mostly the modules are those of the last time. Good as
+    long as no parameter of the model is replaced, frozen or thawed.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[list[nn.Module], list[nn.Parameter]] = [], []
+
+    def of(self, modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+        modules = list(modules)
+        if modules != self._last[0]:
+            self._last = modules, leaves_of(*modules)
+        return self._last[1]
+
+
+def leaves_of(*modules: nn.Module) -> list[nn.Parameter]:
+    """Not those that are sharded: whole ones stand in for them while the module runs."""
     anatomy = Anatomy([part for module in modules for part in modules_of(module)])
-    leaves = [p for p in anatomy.parameters if p.requires_grad and p.is_leaf and not is_sharded(p)]
+    return [p for p in anatomy.parameters if p.requires_grad and p.is_leaf and not is_sharded(p)]
+
+
+def sinks_of(*modules: nn.Module) -> Sinks:
+    return nodes_of(leaves_of(*modules))
+
+
+def nodes_of(leaves: Sequence[Tensor]) -> Sinks:
+    if not leaves:
+        return []
     with torch.enable_grad():  # a backward pass has none
-        return [p.view_as(p).grad_fn.next_functions[0][0] for p in leaves]  # type: ignore[union-attr]
+        reader: Any = Reader.apply(*leaves)  # type: ignore[no-untyped-call]
+    found = () if reader.grad_fn is None else reader.grad_fn.next_functions
+    return [node for node, _ in found if node is not None]  # but for what was frozen meanwhile
 
 
 def all_reached(sinks: Sinks) -> bool:

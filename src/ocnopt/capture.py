@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ocnopt import apart
 from ocnopt.anatomy import Anatomy
-from ocnopt.backwards import Backwards, sinks_of
+from ocnopt.backwards import Backwards, Leaves, sinks_of
 from ocnopt.chain import Ends, is_chain
 from ocnopt.distributed import World
 from ocnopt.environment import Autocast, Environment, is_transforming
@@ -27,7 +27,7 @@ from ocnopt.hooks import Hook, Hooks, Others
 from ocnopt.layers import Adapter
 from ocnopt.once import Once
 from ocnopt.places import Place
-from ocnopt.readings import Reading
+from ocnopt.readings import Reading, Waiting
 from ocnopt.records import Folded, Need, Pass, Record, Rollout, detached, floating, versions_of
 from ocnopt.rng import AllRNG
 from ocnopt.scaling import Scaling
@@ -43,6 +43,7 @@ class Tape:
         self.modules = dict(modules)
         self.measured = innermost(modules)
         self.records: list[Record] = []
+        self.waiting = Waiting()
         self._reached: dict[int, Pass] = {}  # by a backward pass, whether or not records tell of it
         self.folded: Folded | None = None  # what is left of earlier passes
         self.before_pass: Callable[[], None] = lambda: None  # told of a pass while the tape holds others
@@ -67,6 +68,7 @@ class Tape:
         self._chain = False  # was the last pass one?
         self.asking: set[str] | None = None  # the modules at whose inputs the policy of a chain is asked
         self._known: list[tuple[int, bool]] = []  # the parameters in the last pass, and which were trained
+        self._leaves = Leaves()
         self._trained_modules: set[str] = set()  # those that hold some of them
         self._wanted = -1, False  # in which backward pass
         self.left_alone: set[str] = set()  # modules whose outputs nobody overwrites in place
@@ -192,10 +194,11 @@ class Tape:
         self._look_at(parameters)
         if need.calls or need.states:  # then the model may run again
             self._keep_places()
-            self._others.watch()
+            self._others.watch(anatomy.modules)
         given = args, kwargs
         args, kwargs = detached(given)
         this = self.current = Pass(_batch_size(args, kwargs), args, kwargs, versions_of((args, kwargs)))
+        this.leaves = self._leaves
         this.turn, self._turns = self._turns, self._turns + 1
         this.autocast, rng = Autocast.of(anatomy), AllRNG.capture(anatomy.devices)
         if need.rank != 1 and this.batch is not None and not self._reached and not self._several:
@@ -214,7 +217,7 @@ class Tape:
         known = [(id(p), p.requires_grad) for p in parameters]
         if known == self._known:
             return
-        self._known, self.asking = known, None  # others may act
+        self._known, self.asking, self._leaves = known, None, Leaves()  # others may act
         self.scaling.watch(parameters)
         held = {n: m._parameters.values() for n, m in self.modules.items()}
         self._trained_modules = {n for n, own in held.items() if any(p is not None and p.requires_grad for p in own)}
@@ -241,7 +244,7 @@ class Tape:
         outputs, need = floating(output), self.asked
         if need.flow and not need.states:
             seen = Pass(None, order=this.order, flow=flow)  # without what it saw
-            self._when_trained_on(outputs, lambda: self._settle(seen))
+            self._when_trained_on(outputs, lambda: self.settle(seen))
         if not need.states:
             return None
         nodes = [t.grad_fn for t in outputs if t.grad_fn is not None]
@@ -266,20 +269,7 @@ class Tape:
         """
         reading = store[key] = Reading(t, this.batch if this.split else None)
         t = t.view_as(t)
-        outside = store is this.D
-
-        def hook(g: Tensor) -> None:
-            if not self.hears(this, record):
-                return
-            if record is not None and not record.arrived:
-                self.take(record)
-            self._reached.setdefault(id(this), this)
-            compared = outside or this.compared  # outputs always are
-            reading.arrive(g, last=not graph_is_kept(), kept=compared, sized=not compared)
-            if outside:
-                self._settle(this)
-
-        t.register_hook(hook)
+        t.register_hook(Arrival(self, this, record, reading, store is this.D))
         return t
 
     def _read(self, t: Tensor, value: int, entry: int) -> Tensor:
@@ -289,9 +279,17 @@ class Tape:
 
     def hears(self, this: Pass, record: Record | None) -> bool:
         """Does what arrives at a pass, or at a call in it, belong to the step?"""
-        if this.all_reached():
-            return self._backwards.counts_for_all()
-        return self._backwards.counts(this.sinks if record is None else record.sinks)
+        task = torch._C._current_graph_task_id()
+        if this.heard[0] == task:  # the same is true of all that arrives in it
+            return this.heard[1]
+        if not this.all_reached():
+            return self._backwards.counts(this.sinks if record is None else record.sinks)
+        this.heard = task, self._backwards.counts_for_all()
+        return this.heard[1]
+
+    def reach(self, this: Pass) -> None:
+        """A backward pass has come by."""
+        self._reached.setdefault(id(this), this)
 
     def take(self, record: Record) -> None:
         """Its first adjoint has arrived. The groups of one pass are others where there are two: what the backward pass
@@ -339,7 +337,7 @@ class Tape:
             if t.grad_fn is not None:
                 t.register_hook(hook)
 
-    def _settle(self, this: Pass) -> None:
+    def settle(self, this: Pass) -> None:
         """This pass is trained on. Others, before or after it, have no say in who acts when."""
         self.order, self.flow, self._trained = this.order, this.flow, True
         if not this.settled and this.flow is not None:
@@ -351,7 +349,8 @@ class Tape:
 
     def _keep_places(self) -> None:
         for module, before, after in self._places:
-            self._others.keep_places(module, before.id, after.id)
+            if len(module._forward_pre_hooks) > 1 or len(module._forward_hooks) > 1:  # somebody else is there
+                self._others.keep_places(module, before.id, after.id)
         first, last = self._handles[:2]
         cast(Hooks, self.model._forward_pre_hooks).move_to_end(first.id, last=False)
         cast(Hooks, self.model._forward_hooks).move_to_end(last.id)
@@ -370,6 +369,28 @@ class Tape:
         if self._chains.get(key, True):
             self._chains[key] = is_chain(self.graph, outputs)
         return self._chains[key]
+
+
+class Arrival:
+    """The hook at one edge."""
+
+    __slots__ = ("outside", "reading", "record", "tape", "this")
+
+    def __init__(self, tape: Tape, this: Pass, record: Record | None, reading: Reading, outside: bool) -> None:
+        """``outside``: it leads out of the model."""
+        self.tape, self.this, self.record, self.reading, self.outside = tape, this, record, reading, outside
+
+    def __call__(self, g: Tensor) -> None:
+        tape, this, record = self.tape, self.this, self.record
+        if not tape.hears(this, record):
+            return
+        if record is not None and not record.arrived:
+            tape.take(record)
+        tape.reach(this)
+        compared = self.outside or this.compared  # outputs always are
+        self.reading.arrive(g, not graph_is_kept(), compared, not compared, tape.waiting)
+        if self.outside:
+            tape.settle(this)
 
 
 def _batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ocnopt.anatomy import Anatomy, modules_of
 from ocnopt.hooks import Others
 from ocnopt.rng import AllRNG
+from ocnopt.trees import mapped, tensors
 
 
 class Buffers:
@@ -25,27 +26,39 @@ class Buffers:
         for _, _, b in self._places:
             if b is not None:
                 alike.setdefault((b.device, b.dtype), []).append(b)
-        # few operations for many buffers
-        self._kept = [(theirs, [torch.empty_like(b, requires_grad=False) for b in theirs]) for theirs in alike.values()]
-        for theirs, values in self._kept:
-            torch._foreach_copy_(values, [b.detach() if b.requires_grad else b for b in theirs])
+        self._kept = [(theirs, _copied(theirs)) for theirs in alike.values()]
 
     @property
     def values(self) -> list[Tensor]:
         """What they were."""
-        return [value for _, values in self._kept for value in values]
+        return tensors([copy for _, copy in self._kept])
 
     @values.setter
     def values(self, values: Iterable[Tensor]) -> None:
         them = iter(values)
-        self._kept = [(theirs, [next(them) for _ in theirs]) for theirs, _ in self._kept]
+        self._kept = [(theirs, mapped(lambda _: next(them), copy)) for theirs, copy in self._kept]
 
     def restore(self) -> None:
         for owner, name, b in self._places:
             owner[name] = b
-        for theirs, values in self._kept:
+        for theirs, copy in self._kept:
             # to autograd, and to whoever keeps an eye on its inputs, nothing has happened
-            torch._foreach_copy_([b.data for b in theirs], values)
+            torch._foreach_copy_([b.data for b in theirs], _parts(copy, theirs))
+
+
+@torch.no_grad()
+def _copied(theirs: list[Tensor]) -> Tensor | list[Tensor]:
+    """One operation for many buffers, where they are plain tensors."""
+    if all(type(b) is Tensor and b.layout is torch.strided for b in theirs):
+        return torch.cat([b if b.dim() == 1 else b.reshape(-1) for b in theirs])
+    return [b.clone() for b in theirs]
+
+
+def _parts(copy: Tensor | list[Tensor], theirs: list[Tensor]) -> list[Tensor]:
+    if not isinstance(copy, Tensor):
+        return copy
+    parts = copy.split([b.numel() for b in theirs])
+    return [part if b.dim() == 1 else part.view(b.shape) for part, b in zip(parts, theirs, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ looked (a logger, a store of activations, a counter) is not called again.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -99,11 +99,11 @@ class Others:
         self._watched: dict[int, Watched] = {}
         self._replaced: list[tuple[Hooks, int, Any]] = []
 
-    def watch(self) -> None:
-        """A pass begins."""
+    def watch(self, modules: Sequence[nn.Module]) -> None:
+        """A pass begins. ``modules``: those of the model."""
         self.rest()
         known, self._watched = self._watched, {}  # compiled code may have got hold of them
-        for hooks, before in self._places():
+        for hooks, before in self._places(modules):
             for number, hook in _of_others(hooks):
                 same = known.get(number)
                 self._watched[number] = watched = same if same and same.hook is hook else Watched(hook, before)
@@ -125,8 +125,6 @@ class Others:
         that lends weights stands nearer: it lends those that a layer has after it acted.
         """
         pre, post = cast(Hooks, module._forward_pre_hooks), cast(Hooks, module._forward_hooks)
-        if len(pre) == len(post) == 1:  # nobody else is there
-            return
         lending = [number for number in pre if number in self._watched and self._watched[number].lends]
         if lending or not isinstance(pre[next(reversed(pre))], Hook):
             for number in (before, *lending):
@@ -138,7 +136,7 @@ class Others:
     def silent(self, idle: frozenset[int]) -> Iterator[None]:
         """Run a block in which these hooks are not called."""
         try:
-            for hooks, _ in self._places():
+            for hooks, _ in self._places(modules_of(self.model)):
                 for number, _ in _of_others(hooks):
                     if number in idle:
                         self._replace(hooks, number, _nothing)
@@ -146,16 +144,17 @@ class Others:
         finally:
             self._put_back()
 
-    def _places(self) -> list[tuple[Any, bool]]:
-        """All hooks, and whether they come before the module. Those before the model itself are being called already
-        when a pass begins, and are left alone.
+    def _places(self, modules: Sequence[nn.Module]) -> list[tuple[Any, bool]]:
+        """The hooks of others, and whether they come before the module. Those before the model itself are being called
+        already when a pass begins, and are left alone.
         """
-        before, after = [torch_module._global_forward_pre_hooks], [torch_module._global_forward_hooks]
-        for module in modules_of(self.model):
-            if module._forward_pre_hooks and module is not self.model:
-                before.append(module._forward_pre_hooks)
-            if module._forward_hooks:
-                after.append(module._forward_hooks)
+        before: list[Any] = [torch_module._global_forward_pre_hooks]
+        after: list[Any] = [torch_module._global_forward_hooks]
+        for module in modules:
+            if (hooks := module._forward_pre_hooks) and not _is_ours_alone(hooks) and module is not self.model:
+                before.append(hooks)
+            if (hooks := module._forward_hooks) and not _is_ours_alone(hooks):
+                after.append(hooks)
         return [*((hooks, True) for hooks in before if hooks), *((hooks, False) for hooks in after if hooks)]
 
     def _replace(self, hooks: Hooks, number: int, stand_in: Callable[..., Any]) -> None:
@@ -182,6 +181,14 @@ def without_backward_hooks(model: nn.Module) -> Iterator[None]:
     finally:
         for place, name, hooks in found:
             place[name] = hooks
+
+
+def _is_ours_alone(hooks: Any) -> bool:
+    """Is nobody else there? Mostly it is so."""
+    if len(hooks) == 1:
+        for hook in hooks.values():
+            return type(hook) is Hook
+    return False
 
 
 def _of_others(hooks: Hooks) -> list[tuple[int, Callable[..., Any]]]:

@@ -149,4 +149,4 @@ def _arrived(readings: Iterable[Reading], found: list[Tensor]) -> Hashable:
 def _replace(readings: Iterable[Reading], them: Iterator[Tensor]) -> None:
     for reading in readings:
         if reading.adjoint is not None and reading.before is not None:
-            reading.adjoint, reading.before = next(them), next(them)
+            reading.replace(next(them), next(them))

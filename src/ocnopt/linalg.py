@@ -7,28 +7,56 @@ the CPU) and reports whether it arrived, so that the caller can keep its last go
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def symmetrise(matrix: Tensor) -> Tensor:
     return (matrix + matrix.mT) / 2
 
 
-@contextmanager
-def without_autocast() -> Iterator[None]:
-    """The user's loop or the model may be under autocast; the optimizer's own sums and products are not."""
-    if not torch._C._is_any_autocast_enabled():
-        yield
-        return
-    with ExitStack() as stack:
+class _Without:
+    """Autocast is off, in a block or in a function. Where it is off already that costs next to nothing."""
+
+    __slots__ = ("_stack",)
+
+    def __init__(self) -> None:
+        self._stack: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        if not torch._C._is_any_autocast_enabled():
+            return
+        self._stack = ExitStack()
         for device in ("cpu", "cuda", "mps", "xpu"):
             if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
+                self._stack.enter_context(torch.autocast(device, enabled=False))
+
+    def __exit__(self, *raised: Any) -> None:
+        if self._stack is not None:
+            self._stack.__exit__(*raised)
+
+    def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def found(*args: P.args, **kwargs: P.kwargs) -> T:
+            if not torch._C._is_any_autocast_enabled():
+                return function(*args, **kwargs)
+            with _Without():
+                return function(*args, **kwargs)
+
+        return found
+
+
+def without_autocast() -> _Without:
+    """The user's loop or the model may be under autocast; the optimizer's own sums and products are not."""
+    return _Without()
 
 
 #: what the user allows, as it was found where full precision was asked for, outermost first

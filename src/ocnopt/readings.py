@@ -1,17 +1,18 @@
 """Tensors as their readers took them in the first pass, so that a second one can tell what has changed.
 
 A change is ⟨∂L/∂e, δe⟩ = ⟨∂L/∂e, e⟩ − ⟨∂L/∂e, ē⟩: with the second product formed in the backward pass, the tensor ē
-itself need not be kept. Adjoints take the place of what autograd lets go.
+itself need not be kept. Adjoints take the place of what autograd lets go. Where it takes longer to launch a kernel than
+to run it, products wait for each other, up to the end of the backward pass or up to so much memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 from ocnopt.fused import dots
 from ocnopt.layers.base import compute_dtype
@@ -19,13 +20,11 @@ from ocnopt.linalg import without_autocast
 
 K = TypeVar("K")
 
-_AS_IT_IS = nullcontext()
-
 
 class Reading:
     """One edge of the data flow: a tensor on its way to one reader."""
 
-    __slots__ = ("_dtype", "_sizes", "_spoilt", "_tensor", "_version", "adjoint", "before", "by_row")
+    __slots__ = ("_before", "_dtype", "_sizes", "_spoilt", "_tensor", "_version", "_waits", "adjoint", "by_row")
 
     def __init__(self, tensor: Tensor, batch: int | None) -> None:
         """``batch``: how many samples there are, where products are wanted sample by sample."""
@@ -34,7 +33,8 @@ class Reading:
         self.by_row = batch is not None and tensor.shape[:1] == (batch,)
         self._spoilt = False
         self.adjoint: Tensor | None = None  # ∂L/∂e through this edge
-        self.before: Tensor | None = None  # ⟨∂L/∂e, ē⟩: ``[B]`` by row, or one number
+        self._before: Tensor | None = None
+        self._waits: Waiting | None = None  # for others, with its product
         self._sizes: tuple[Tensor, Tensor] | None = None  # ⟨∂L/∂e, ∂L/∂e⟩ and ⟨ē, ē⟩
 
     @classmethod
@@ -44,42 +44,80 @@ class Reading:
         reading.arrive(adjoint, last=True)
         return reading
 
-    def arrive(self, adjoint: Tensor, last: bool, kept: bool = True, sized: bool = False) -> None:
+    @property
+    def before(self) -> Tensor | None:
+        """⟨∂L/∂e, ē⟩: ``[B]`` by row, or one number."""
+        if self._waits is not None:
+            self._waits.settle()
+        return self._before
+
+    def replace(self, adjoint: Tensor, before: Tensor) -> None:
+        """Others in their places."""
+        self.adjoint, self._before = adjoint, before
+
+    def arrive(
+        self, adjoint: Tensor, last: bool, kept: bool = True, sized: bool = False, waiting: Waiting | None = None
+    ) -> None:
         """Add an adjoint to those that came before.
 
         Args:
             last: no other can follow.
             kept: a second pass is going to be compared with it.
             sized: other readings are. That is all that it can be used for if it is not kept.
+            waiting: others that it may wait for.
         """
-        with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:  # as it hardly ever is in a backward pass
-            self._arrive(adjoint, last, kept, sized)
+        if torch.is_grad_enabled():  # as it hardly ever is in a backward pass
+            with torch.no_grad():
+                self._arrive(adjoint, last, kept, sized, waiting)
+        else:
+            self._arrive(adjoint, last, kept, sized, waiting)
 
-    def _arrive(self, adjoint: Tensor, last: bool, kept: bool, sized: bool) -> None:
-        self._spoilt = self.overwritten or self._tensor is None  # none was to follow, and one did
-        if self._tensor is None:
+    def _arrive(self, adjoint: Tensor, last: bool, kept: bool, sized: bool, waiting: Waiting | None) -> None:
+        tensor, settled = self._tensor, self.before
+        if tensor is None or self._tensor is None:  # none was to follow, and one did
+            self._spoilt = True
             return
-        before, adjoint = self._product(adjoint, self._tensor), adjoint.detach()
-        self.before = before if self.before is None else self.before + before
+        if tensor._version != self._version:
+            self._spoilt = True
+        adjoint = adjoint.detach()
+        if waiting is not None and last and kept and self.adjoint is None and dots.can_wait(adjoint, tensor):
+            self.adjoint, self._waits = adjoint, waiting
+            waiting.add(self, tensor)
+            return
+        before = products(adjoint, tensor) if self.by_row else product(adjoint, tensor)
+        self._before = before if settled is None else settled + before
         self.adjoint = adjoint if self.adjoint is None else self.adjoint + adjoint
         if last and sized:
-            self._sizes = product(self.adjoint, self.adjoint), product(self._tensor, self._tensor)
+            self._sizes = product(self.adjoint, self.adjoint), product(tensor, tensor)
         if last and not kept:
             self.adjoint = None
         if last:
             self._tensor = None
 
-    def _product(self, adjoint: Tensor, tensor: Tensor) -> Tensor:
-        """Row by row or whole."""
-        return products(adjoint, tensor) if self.by_row else product(adjoint, tensor)
+    def settle(self, before: Tensor | None = None) -> None:
+        """It has waited. ``before``: its product, where that has been formed with others."""
+        tensor, self._tensor, self._waits = self._tensor, None, None
+        if tensor is None or self.adjoint is None:  # forgotten meanwhile
+            return
+        if tensor._version != self._version:
+            self._spoilt = True
+        if before is None:
+            before = products(self.adjoint, tensor) if self.by_row else product(self.adjoint, tensor)
+        self._before = before
+
+    def pair(self) -> dots.Pair | None:
+        """Whose product it waits for, where a kernel can form it with others."""
+        x, y = self.adjoint, self._tensor
+        if x is None or y is None or not dots.in_same_order(x, y):
+            return None
+        return dots.Pair(x, y, len(x) if self.by_row else 0)
 
     def change(self, now: Tensor) -> Tensor:
         """⟨∂L/∂e, δe⟩, row by row or whole, of the tensor in another pass. Only if the adjoint was kept."""
-        assert self.adjoint is not None
-        assert self.before is not None
-        if self.by_row:
-            return products(self.adjoint, now) - self.before
-        return product(self.adjoint, now, less=self.before)
+        adjoint, before = self.adjoint, self.before
+        assert adjoint is not None
+        assert before is not None
+        return products(adjoint, now) - before if self.by_row else product(adjoint, now, less=before)
 
     @property
     def shape(self) -> torch.Size:
@@ -115,11 +153,56 @@ class Reading:
 
     def forget(self) -> None:
         """The adjoint: another backward pass starts from nothing."""
-        self.adjoint, self.before, self._sizes, self._spoilt = None, None, None, False
+        self.adjoint, self._before, self._sizes, self._spoilt = None, None, None, False
+        if self._waits is not None:
+            self._tensor, self._waits = None, None
 
     def tensors(self) -> list[Tensor]:
         """What it holds."""
-        return [t for t in (self._tensor, self.adjoint, self.before, *(self._sizes or ())) if t is not None]
+        return [t for t in (self._tensor, self.adjoint, self._before, *(self._sizes or ())) if t is not None]
+
+
+#: how many bytes of tensors may wait: few enough not to be noticed
+_HELD = 64 * 2**20
+
+
+class Waiting:
+    """Readings that wait for each other in a backward pass."""
+
+    def __init__(self) -> None:
+        self._task = -1  # the backward pass at whose end they are settled
+        self._held: dict[Any, int] = {}  # bytes
+        self._readings: dict[Any, list[Reading]] = {}  # by stream: what arrives there is complete there
+
+    def add(self, reading: Reading, tensor: Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            Variable._execution_engine.queue_callback(self.settle)
+        stream = torch._C._cuda_getCurrentStream(tensor.device.index) if tensor.is_cuda else None
+        self._readings.setdefault(stream, []).append(reading)
+        self._held[stream] = held = self._held.get(stream, 0) + tensor.numel() * tensor.element_size()
+        if held > _HELD:
+            self._settle(stream)
+
+    def settle(self) -> None:
+        """All of them."""
+        for stream in list(self._readings):
+            self._settle(stream)
+
+    def _settle(self, stream: Any) -> None:
+        alike: dict[Any, list[tuple[Reading, dots.Pair]]] = {}
+        self._held.pop(stream, None)
+        with torch.no_grad():
+            for reading in self._readings.pop(stream, ()):
+                if (pair := reading.pair()) is None:
+                    reading.settle()
+                else:
+                    alike.setdefault((pair.x.device, pair.x.dtype, pair.y.dtype), []).append((reading, pair))
+            for group in alike.values():
+                found: Sequence[Tensor | None] = dots.dots([pair for _, pair in group]) or [None] * len(group)
+                for (reading, _), before in zip(group, found, strict=True):
+                    reading.settle(before)
 
 
 def tolerance(dtype: torch.dtype) -> float:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ocnopt.backwards import Leaves, all_reached, nodes_of, sinks_of
 from ocnopt.backwards import Sinks as Sinks
-from ocnopt.backwards import all_reached, sinks_of
 from ocnopt.curvature.tally import Tally
 from ocnopt.environment import Autocast, Environment
 from ocnopt.games.edges import Edges
@@ -74,14 +74,16 @@ class Pass:
     mixed_inputs: frozenset[str] = frozenset()  # those of them in whose input it is so
     summed: Mapping[str, Adapter] = field(default_factory=dict)  # of the layers whose calls may be added up
     accounts: dict[tuple[str, str], Account] = field(default_factory=dict)  # of them, and of layers inside hosts
+    leaves: Leaves = field(default_factory=Leaves)
     _sinks: Sinks | None = None
     _reached: tuple[int, bool] = (-1, False)  # in which backward pass
+    heard: tuple[int, bool] = (-1, False)  # likewise: does what arrives in it belong to the step?
 
     @property
     def sinks(self) -> Sinks:
         """Of all its modules. Found when a backward pass comes by: most passes are one."""
         if self._sinks is None:
-            self._sinks = sinks_of(*self.called)
+            self._sinks = nodes_of(self.leaves.of(self.called))
         return self._sinks
 
     def all_reached(self) -> bool:

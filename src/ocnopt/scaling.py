@@ -48,7 +48,9 @@ class Scaling:
         self.clear()
 
     def _keep(self, p: Tensor) -> None:
-        if not self._wanted() or (len(self._kept) >= _PARAMETERS and p not in self._kept and p not in self._shared):
+        if len(self._kept) >= _PARAMETERS and p not in self._kept and p not in self._shared:
+            return
+        if not self._wanted():
             return
         if p.grad is not None and not _untouched(p):
             grad, number = p.grad.detach(), min(p.grad.numel(), _ENTRIES)

@@ -11,7 +11,7 @@ import torch
 from tests.toys import assert_identical, state_of, values
 from torch import Tensor, nn
 
-from ocnopt import OCNOpt
+from ocnopt import OCNOpt, readings
 from ocnopt.fused import dots, support
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -285,6 +285,107 @@ def test_inner_products_of_what_is_not_contiguous() -> None:
     for x in (torch.randn(5, 8, device=DEVICE)[:, 3], torch.full((), 2.0, device=DEVICE).expand(5)):
         torch.testing.assert_close(dots.dot(x, y), torch.dot(x, y))
         torch.testing.assert_close(dots.dot(y, x), torch.dot(x, y))
+
+
+def _pairs(dtype: torch.dtype) -> list[dots.Pair]:
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(1,), (3, 5), (4, 3000), (2, 3, 4, 5), (13_000,), (8, 2, 16)]
+    rows = [0, 3, 4, 0, 0, 8]
+    x, y = ([torch.randn(s, generator=draw).to(DEVICE, dtype) for s in shapes] for _ in range(2))
+    for both in (x, y):
+        both[3] = both[3].contiguous(memory_format=torch.channels_last)
+    return [dots.Pair(*pair) for pair in zip(x, y, rows, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_inner_products(dtype: torch.dtype) -> None:
+    pairs = _pairs(dtype)
+    for pair, found in zip(pairs, dots.dots(pairs), strict=True):
+        x, y = (t.double().reshape(pair.rows or 1, -1) for t in (pair.x, pair.y))
+        expected = torch.linalg.vecdot(x, y).reshape((pair.rows,) if pair.rows else ())
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_many_inner_products_are_those_of_each() -> None:
+    """To the last digit: what is taken off a product may have been formed with others."""
+    whole = [pair for pair in _pairs(torch.float32) if not pair.rows]
+    for _ in range(2):
+        for pair, found in zip(whole, dots.dots(whole), strict=True):
+            order = (0, 2, 3, 1)[: pair.x.dim()] if pair.x.dim() == 4 else (0,)
+            assert torch.equal(found, dots.dot(*(t.permute(order).reshape(-1) for t in pair[:2])))
+
+
+def test_which_products_can_be_formed_with_others() -> None:
+    x, y = torch.randn(2, 3, 4, 5, device=DEVICE), torch.randn(2, 3, 4, 5, device=DEVICE)
+    turned = y.contiguous(memory_format=torch.channels_last)
+    assert dots.in_same_order(x, y)
+    assert not dots.in_same_order(x, turned)
+    assert not dots.in_same_order(x[0], y)
+    assert not dots.in_same_order(x, torch.zeros((), device=DEVICE).expand_as(x))
+    assert dots.can_wait(x, y.bfloat16())
+    assert not dots.can_wait(x, y.double())
+
+
+@pytest.mark.parametrize("options", [{}, {"rank": 4}, {"curvature": "kronecker"}], ids=str)
+@pytest.mark.parametrize("held", [0, 5000, 2**30])
+def test_products_that_wait_for_each_other(options: dict[str, Any], held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the end of the backward pass, or up to so many bytes."""
+    model, plain, ours, fused = pair(feedback="nonlinear", **options)
+    fused.param_groups[0]["fused"] = None
+    monkeypatch.setattr(readings, "_HELD", held)
+    for opt, can in ((plain, False), (fused, True)):
+        with monkeypatch.context() as without:
+            if not can:
+                without.setattr(dots, "can_wait", lambda x, y: False)
+            for i in range(3):
+                _one_pass(model if opt is plain else ours, i)
+                assert not opt._tape.waiting._readings  # the backward pass is over
+                opt.step()
+    assert_close_steps(ours, fused, model, plain)
+
+
+def assert_close_steps(ours: nn.Module, fused: OCNOpt, model: nn.Module, plain: OCNOpt) -> None:
+    torch.testing.assert_close(found(ours, fused), found(model, plain), rtol=1e-4, atol=1e-6)
+
+
+def test_a_product_that_waits_is_formed_when_it_is_asked_for() -> None:
+    """A backward pass that was interrupted leaves some."""
+    waiting, kept = readings.Waiting(), []
+    e, d = torch.randn(4, 6, device=DEVICE), torch.randn(4, 6, device=DEVICE)
+    for batch in (None, 4):
+        reading = readings.Reading(e, batch)
+        leaf = torch.zeros((), device=DEVICE, requires_grad=True)
+
+        def interrupt(_: Tensor, reading: readings.Reading = reading) -> None:
+            reading.arrive(d, last=True, waiting=waiting)
+            kept.append(reading._before)
+            raise InterruptedError
+
+        leaf.register_hook(interrupt)
+        with pytest.raises(InterruptedError):
+            leaf.backward()
+        expected = (d * e).sum() if batch is None else (d * e).sum(1)
+        torch.testing.assert_close(reading.before, expected, rtol=1e-5, atol=1e-5)
+        assert not reading.overwritten
+        assert reading._tensor is None
+    assert kept == [None, None]
+
+
+def test_what_is_overwritten_while_it_waits() -> None:
+    waiting, e = readings.Waiting(), torch.randn(4, 6, device=DEVICE)
+    first, second = (readings.Reading(t, None) for t in (e, e.clone()))
+    leaf = torch.zeros((), device=DEVICE, requires_grad=True)
+
+    def hook(_: Tensor) -> None:
+        for reading in (first, second):
+            reading.arrive(torch.ones_like(e), last=True, waiting=waiting)
+        e.mul_(2)
+
+    leaf.register_hook(hook)
+    leaf.backward()
+    assert first.overwritten
+    assert not second.overwritten
 
 
 def test_a_loss_that_is_a_sum() -> None:

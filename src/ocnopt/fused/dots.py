@@ -1,6 +1,10 @@
-"""⟨x, y⟩ in one kernel, where torch takes two and a third one for what is taken off."""
+"""⟨x, y⟩ in one kernel, where torch takes two and a third one for what is taken off; many of them in two."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +14,9 @@ from ocnopt.fused import support
 
 #: no more than the last one can add up at once
 _PROGRAMS = 512
+
+#: how many lists of sizes are remembered
+_PLANS = 64
 
 
 class _Scratch:
@@ -51,3 +58,108 @@ def dot(x: Tensor, y: Tensor, less: Tensor | None = None) -> Tensor | None:
         support.breaks(error)
         return None
     return result
+
+
+class Pair(NamedTuple):
+    """Two tensors with their numbers in the same order, without gaps."""
+
+    x: Tensor
+    y: Tensor
+    rows: int  # how many products are wanted, along dimension 0; 0: one, of all numbers
+
+
+def can_wait(x: Tensor, y: Tensor) -> bool:
+    """Is there a kernel for their product, with others?"""
+    kinds = x.dtype in support.KINDS and y.dtype in support.KINDS
+    return kinds and x.device == y.device and support.why_not_on(x.device) is None
+
+
+def in_same_order(x: Tensor, y: Tensor) -> bool:
+    if x.shape != y.shape or not x.numel():
+        return False
+    if x.is_contiguous() and y.is_contiguous():
+        return True
+    last = torch.channels_last
+    return x.dim() == 4 and x.is_contiguous(memory_format=last) and y.is_contiguous(memory_format=last)
+
+
+def dots(pairs: Sequence[Pair]) -> list[Tensor] | None:
+    """⟨x, y⟩ of each, in float32, on one device and of the same dtypes; ``None`` where that cannot be had."""
+    kernels, (x, y, _) = support.kernels(), pairs[0]
+    plan = _plans.of(x.device, tuple([(pair.x.numel(), pair.rows) for pair in pairs]), kernels.CHUNK)
+    row = [pair.x.data_ptr() for pair in pairs] + [pair.y.data_ptr() for pair in pairs]
+    addresses = None if plan is None else plan.addresses(row)
+    if plan is None or addresses is None:
+        return None
+    partials = torch.empty(len(plan.shares), dtype=torch.float32, device=x.device)
+    results = torch.empty(plan.products, dtype=torch.float32, device=x.device)
+    how = {"X": kernels.KINDS[x.dtype], "Y": kernels.KINDS[y.dtype], "CHUNK": kernels.CHUNK, "BLOCK": kernels.BLOCK}
+    aligned = plan.aligned and not any(address % 16 for address in row)
+    try:
+        kernels.dots[len(partials),](addresses, plan.shares, partials, len(pairs), ALIGNED=aligned, **how)
+        kernels.sums[plan.products,](partials, plan.firsts, results, BLOCK=kernels.BLOCK)
+    except Exception as error:
+        support.breaks(error)
+        return None
+    each = results.split([pair.rows or 1 for pair in pairs])
+    return [found if pair.rows else found[0] for pair, found in zip(pairs, each, strict=True)]
+
+
+#: of each pair, how many numbers there are, in how many rows
+Sizes = tuple[tuple[int, int], ...]
+
+
+class _Plan:
+    """Who adds up what, for pairs of these sizes."""
+
+    def __init__(self, device: torch.device, sizes: Sizes, chunk: int) -> None:
+        self.device, self._pairs = device, len(sizes)
+        shares, counts = [], []
+        for which, (numbers, rows) in enumerate(sizes):
+            width = numbers // max(rows, 1)
+            programs = min(max(-(-width // chunk), 1), _PROGRAMS)
+            starts, firsts = torch.meshgrid(torch.arange(rows or 1) * width, torch.arange(programs), indexing="ij")
+            fixed = [torch.full_like(starts, number) for number in (which, programs, width)]
+            shares.append(torch.stack([fixed[0], starts, firsts, *fixed[1:]], -1).reshape(-1, 5))
+            counts += [programs] * (rows or 1)
+        self.products = len(counts)
+        self.shares = torch.cat(shares).to(device, non_blocking=True)  # see the kernel
+        self.firsts = torch.tensor([*accumulate(counts, initial=0)]).to(device, non_blocking=True)
+        #: do all rows begin at multiples of 16 numbers?
+        self.aligned = all(numbers // rows % 16 == 0 for numbers, rows in sizes if rows)
+        self._sent: tuple[list[int], Tensor] | None = None
+        self._pinned: Tensor | None = None  # memory for the row of a graph, which can take none by itself
+
+    def addresses(self, row: list[int]) -> Tensor | None:
+        """On the device: mostly they are those of the step before. A graph can do it once, after an ordinary step."""
+        if self.device.type != "cuda":
+            return torch.tensor(row)
+        if whole_step.capturing():
+            pinned, self._pinned = self._pinned, None
+            whole_step.keep(self.shares, self.firsts, pinned)
+            return None if pinned is None else pinned.copy_(torch.tensor(row)).to(self.device, non_blocking=True)
+        if self._pinned is None:
+            self._pinned = torch.empty(2 * self._pairs, dtype=torch.int64, pin_memory=True)
+        if self._sent is None or self._sent[0] != row:
+            self._sent = row, torch.tensor(row).to(self.device, non_blocking=True)
+        return self._sent[1]
+
+
+class _Plans:
+    """The last ones. Kernels of one stream take turns: each has its own."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Sizes, torch.device, int], _Plan] = {}
+
+    def of(self, device: torch.device, sizes: Sizes, chunk: int) -> _Plan | None:
+        if device.type == "cuda" and whole_step.capturing():  # a graph can make none
+            return next((plan for key, plan in self._known.items() if key[:2] == (sizes, device)), None)
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        key = sizes, device, stream
+        self._known[key] = plan = self._known.pop(key, None) or _Plan(device, sizes, chunk)
+        if len(self._known) > _PLANS:
+            del self._known[next(iter(self._known))]
+        return plan
+
+
+_plans = _Plans()

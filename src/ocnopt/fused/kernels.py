@@ -266,3 +266,44 @@ def dot(x, y, less, partials, arrivals, result, numbers, LESS: tl.constexpr, CHU
             found -= tl.load(less)
         tl.store(result, found)
         tl.store(arrivals, 0)  # for the next time
+
+
+@triton.jit
+def dots(
+    addresses,
+    shares,
+    partials,
+    pairs,
+    X: tl.constexpr,
+    Y: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Inner products of many pairs, or of rows of them. ``addresses: [2, pairs]``. ``shares: [programs, 5]``: the pair,
+    the row's first number, which of the programs of the row it is, how many these are, and the numbers in the row. Each
+    leaves its part of the sum, which is made of the same parts as one of ``dot``.
+    """
+    i = tl.program_id(0)
+    which, offset = tl.load(shares + 5 * i), tl.load(shares + 5 * i + 1)
+    first, programs, numbers = tl.load(shares + 5 * i + 2), tl.load(shares + 5 * i + 3), tl.load(shares + 5 * i + 4)
+    if ALIGNED:
+        offset = tl.multiple_of(offset, 16)
+    x = _pointer(addresses, which, X, ALIGNED) + offset
+    y = _pointer(addresses + pairs, which, Y, ALIGNED) + offset
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in range(first * CHUNK, numbers, programs * CHUNK):
+        for j in range(0, CHUNK, BLOCK):
+            at = start + j + tl.arange(0, BLOCK)
+            inside = at < numbers
+            here = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+            sums += here * tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(partials + i, tl.sum(sums))
+
+
+@triton.jit
+def sums(partials, firsts, results, BLOCK: tl.constexpr):
+    """Of the parts of each product: no more than a block."""
+    i, at = tl.program_id(0), tl.arange(0, BLOCK)
+    start, end = tl.load(firsts + i), tl.load(firsts + i + 1)
+    tl.store(results + i, tl.sum(tl.load(partials + start + at, mask=start + at < end, other=0.0)))

@@ -123,8 +123,8 @@ class _Again:
             return t
         reading = self.readings[place] = Reading(t, self.batch)
         t = t.view_as(t)
-        how = {"last": True, "kept": edge in self.kept, "sized": edge in self.sized}
-        t.register_hook(lambda d: reading.arrive(d, **how))
+        kept, sized = edge in self.kept, edge in self.sized
+        t.register_hook(lambda d: reading.arrive(d, last=True, kept=kept, sized=sized))
         self._watched.append(t)
         return t
 
