@@ -217,6 +217,8 @@ class Entry:
             self.error = OUT_OF_MEMORY
             return
         training.pause_refreshes()
+        if self.contender.interval is not None:  # with other options than before
+            training.take(training.warm_up)
         self.training = training
 
     def finish(self, settings: Settings) -> None:

@@ -15,8 +15,8 @@ from ocnopt import GraphedStep, graphed_step
 from ocnopt.lab.bench.contenders import CONTENDERS, Contender, set_interval
 from ocnopt.lab.bench.networks import Network, loss_of
 
-#: eager steps before any is timed, and steps after which a graph is there
-WARM_UP, WARM_UP_GRAPHED = 3, 6
+#: eager steps before any is timed, and steps after which a graph is there: of a whole step; of the optimizer's
+WARM_UP, WARM_UP_GRAPHED, WARM_UP_CUDA = 3, 6, 14
 _NEVER = 10**9
 
 
@@ -57,7 +57,9 @@ class Training:
 
     @property
     def warm_up(self) -> int:
-        return WARM_UP if self.graph is None else WARM_UP_GRAPHED
+        if self.graph is not None:
+            return WARM_UP_GRAPHED
+        return WARM_UP_CUDA if self.device.type == "cuda" else WARM_UP
 
     def loss(self) -> Tensor:
         x, y = self.batch
