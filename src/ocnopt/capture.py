@@ -35,6 +35,9 @@ from ocnopt.tallies import graph_is_kept
 from ocnopt.trees import mapped, tensors
 
 
+_NOTHING = Need()
+
+
 class Tape:
     """Registers the hooks, keeps the records of the passes since the last step."""
 
@@ -163,7 +166,7 @@ class Tape:
         """
         idle = self.rollout is not None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
         if idle or self._borrows or is_transforming():
-            return Need()
+            return _NOTHING
         return self.need() if self.current is None else self.asked
 
     def _is_lent(self, parameters: list[nn.Parameter]) -> bool:

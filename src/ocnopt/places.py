@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -36,8 +36,8 @@ class Place:
         if tape.rollout is not None:
             tape.rollout.before(name, occurrence, tensors((args, kwargs)))
             return None
-        if self.measured:
-            tape.follower.enter(name, args, kwargs)
+        if self.measured and (recorder := tape.follower.recorder) is not None:
+            recorder.enter(name, args, kwargs)
         need = tape.needed()
         if not need:
             return None
@@ -55,12 +55,28 @@ class Place:
 
     def _as_foreseen(self, this: Pass, module: nn.Module, occurrence: int, args: Any, kwargs: Any) -> Any:
         """Only what is going to be asked for is watched, and comes on the tape with its adjoint."""
-        if this.watched is not None and not this.watched.into_player(self.name, occurrence):
+        if this.watched is None:  # a chain: its calls are looked at each time
+            record = Record(self.name, module, occurrence, this)
+            self.tape.open.append(record)
+            return self._watch_inputs(record, args, kwargs)
+        wanted = this.watched.into_player(self.name, occurrence)
+        if not wanted:
             return None
         record = Record(self.name, module, occurrence, this)
-        if this.watched is None:  # a chain: its calls are looked at each time
-            self.tape.open.append(record)
-        return self._watch_inputs(record, args, kwargs)
+        if kwargs or not all([isinstance(t, Tensor) for t in args]):
+            return self._watch_inputs(record, args, kwargs)
+        return self._watch(record, wanted, args), kwargs
+
+    def _watch(self, record: Record, wanted: Container[int], args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """As :meth:`_watch_inputs`, of tensors and nothing else, where it is known which of them are wanted."""
+        given, i = list(args), 0
+        for place, t in enumerate(args):
+            if t.is_floating_point():
+                if i in wanted and t.requires_grad:
+                    given[place] = self.tape.alias(t, record.origin, record, record.readings, i)
+                i += 1
+        record.arity = i
+        return tuple(given)
 
     def _record(self, this: Pass, module: nn.Module, occurrence: int, args: Any, kwargs: Any, need: Need) -> Record:
         record = Record(self.name, module, occurrence, this)
@@ -118,8 +134,8 @@ class Place:
         changed = None
         if tape.open and tape.open[-1].module is module:
             changed = self._watch_outputs(tape.open.pop(), output)
-        if self.measured:
-            tape.follower.leave(self.name, output if changed is None else changed)
+        if self.measured and (recorder := tape.follower.recorder) is not None:
+            recorder.leave(self.name, output if changed is None else changed)
         return changed
 
     def _watch_outputs(self, record: Record, output: Any) -> Any:

@@ -18,6 +18,10 @@ from ocnopt.games.flow import Entry, Flow, Mode, Value, attribute, equal, kind_o
 from ocnopt.trees import mapped, tensors
 
 
+#: (tensor, value, entry) → an alias for the operation of that entry to read
+Read = Callable[[Tensor, int, int], Tensor]
+
+
 class Step(NamedTuple):
     """One entry that something was done at: a call, an operation, or the end."""
 
@@ -27,6 +31,8 @@ class Step(NamedTuple):
     made: range  # the turns of what comes out
     turns: int  # how many there were before all of these
     beside: tuple[int, ...]  # where something is overwritten: turns of other tensors that somebody is going to read
+    plain: tuple[int, ...] | None  # the turns of its arguments, where these are tensors and nothing else
+    real: int | None  # the turn of what comes out, where that is one tensor of real numbers
 
 
 def path(entries: Sequence[Entry], inputs: int) -> list[Step]:
@@ -43,10 +49,17 @@ def path(entries: Sequence[Entry], inputs: int) -> list[Step]:
             if entry.written is not None:
                 changed = _values((entry.args, entry.kwargs))[entry.written].turn
                 beside = tuple(t for t in range(turn) if t != changed and last.get(t, -1) >= place)
-            steps.append(Step(entry, place, begin, made, turns, beside))
+            real = made.start if entry.single and entry.made == ("real",) else None
+            steps.append(Step(entry, place, begin, made, turns, beside, _plain(entry), real))
             begin, turns = place + 1, made.stop
         turn = made.stop
     return steps
+
+
+def _plain(entry: Entry) -> tuple[int, ...] | None:
+    if type(entry.args) is not tuple or entry.kwargs or not all(type(spec) is Value for spec in entry.args):
+        return None
+    return tuple(spec.turn for spec in entry.args)
 
 
 def _values(tree: Any) -> list[Value]:
@@ -83,20 +96,22 @@ class Walk:
         return step if entry.kind == kind and (entry.target is target or equal(entry.target, target)) else None
 
     def fits(self, step: Step, args: Any, kwargs: Any) -> bool:
-        entry, refs = step.entry, self._refs
-        if torch.is_grad_enabled() is not entry.mode.grad or not self._casts_as(entry.mode):
+        entry, mode, refs = step.entry, step.entry.mode, self._refs
+        if torch.is_grad_enabled() is not mode.grad:
             return False
-        if len(args) != len(entry.args):
+        if (mode.autocast or torch._C._is_any_autocast_enabled()) and not self._casts_as(mode):
             return False
-        for spec, given in zip(entry.args, args, strict=True):  # most are tensors
-            ref = refs[spec.turn] if type(spec) is Value else None
-            if not (self._is(spec, given) if ref is None else ref() is given):
+        if step.plain is None:
+            return len(args) == len(entry.args) and self._is((*entry.args,), (*args,)) and self._is(entry.kwargs, kwargs)
+        if kwargs or len(args) != len(step.plain):
+            return False
+        for turn, given in zip(step.plain, args, strict=True):
+            ref = refs[turn]
+            if given is None or not (self._was_there(turn, given) if ref is None else ref() is given):
                 return False
-        return self._is(entry.kwargs, kwargs) if entry.kwargs or kwargs else True
+        return True
 
     def _casts_as(self, mode: Mode) -> bool:
-        if not (mode.autocast or torch._C._is_any_autocast_enabled()):
-            return True
         on, dtype = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
         return on is mode.autocast and (dtype == mode.dtype or not on)
 
@@ -104,7 +119,9 @@ class Walk:
         kind = type(spec)
         if kind is Value:
             ref = self._refs[spec.turn]
-            return ref() is given if ref is not None else self._was_there(spec.turn, given)
+            if ref is None:
+                return self._was_there(spec.turn, given)
+            return given is not None and ref() is given
         if isinstance(given, Tensor):
             return False
         if kind is tuple or kind is list:
@@ -112,7 +129,7 @@ class Walk:
         if kind is dict:
             same = type(given) is dict and list(spec) == list(given)
             return same and all(map(self._is, spec.values(), given.values()))
-        if isinstance(spec, (tuple, list, dict)):
+        if isinstance(spec, (tuple, list, dict)) and kind is not torch.Size:
             return False  # there may be tensors in it
         return spec is given or (kind is type(given) and equal(spec, given))
 
@@ -136,15 +153,18 @@ class Walk:
             return True
         return any(t is other for other in (*self._model.parameters(), *self._model.buffers()))
 
-    def aliased(self, turns: Iterable[int], read: Callable[[Tensor, int], Tensor], given: Any) -> Any:
+    def aliased(self, step: Step, turns: Iterable[int], read: Read, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of a step with what ``read`` makes of those turns."""
         aliases: dict[int, Tensor] = {}
         for turn in turns:
             ref = self._refs[turn]
             t = None if ref is None else ref()
             if t is not None and t.requires_grad:
-                aliases[id(t)] = read(t, turn)
-        return mapped(lambda t: aliases.get(id(t), t), given)
+                aliases[id(t)] = read(t, turn, step.place)
+        if step.plain is not None:
+            return tuple([aliases.get(id(t), t) for t in args]), kwargs
+        both: tuple[Any, Any] = mapped(lambda t: aliases.get(id(t), t), (args, kwargs))
+        return both
 
     def is_safe(self, step: Step, changed: Tensor) -> bool:
         """Does nobody read what shares its memory with a tensor that is overwritten?"""
@@ -156,9 +176,15 @@ class Walk:
                 return False
         return True
 
-    def arrive(self, step: Step, made: Sequence[Tensor], single: bool) -> bool:
+    def arrive(self, step: Step, out: Any) -> bool:
         """Is this what was expected to come out of a step? Then it is over."""
-        entry = step.entry
+        if step.real is not None:
+            if not isinstance(out, Tensor) or not out.is_floating_point():
+                return False
+            self._refs[step.real] = weakref.ref(out)
+            self._at += 1
+            return True
+        entry, (made, single) = step.entry, made_of(out)
         if single is not entry.single or len(made) != len(entry.made):
             return False
         for turn, t, kind in zip(step.made, made, entry.made, strict=True):

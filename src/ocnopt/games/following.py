@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ocnopt.games.edges import Edges
+from ocnopt.games.expected import Read
 from ocnopt.games.flow import Flow, is_due
-from ocnopt.games.recorder import Read, Recorder, is_innermost
+from ocnopt.games.recorder import Recorder, is_innermost
 from ocnopt.rng import RNGState
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Follower:
     def __init__(self) -> None:
         self._flows: list[Flow] = []
         self._habits: dict[Any, Habit] = {}  # by what the model is given
-        self._recorder: Recorder | None = None
+        self.recorder: Recorder | None = None  # is told where players begin and end
         self._random: RNGState | None = None
         self._draws = True  # does the model draw random numbers? Until the first pass is over it may
 
@@ -55,21 +56,13 @@ class Follower:
         self._abandon()
         habit, self._random = self._habits.get(given), rng
         expected, watched = (None, None) if habit is None else (habit.expected(), habit.watched())
-        self._recorder = Recorder(model, inputs, rng.states if self._draws else None, expected, watched, read)
-        self._recorder.__enter__()  # type: ignore[no-untyped-call]
+        self.recorder = Recorder(model, inputs, rng.states if self._draws else None, expected, watched, read)
+        self.recorder.__enter__()  # type: ignore[no-untyped-call]
         return watched
 
     def clear(self) -> None:
         """Between passes nothing is recorded."""
         self._abandon()
-
-    def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._recorder is not None:
-            self._recorder.enter(name, args, kwargs)
-
-    def leave(self, name: str, output: Any) -> None:
-        if self._recorder is not None:
-            self._recorder.leave(name, output)
 
     @property
     def draws(self) -> bool:
@@ -79,10 +72,10 @@ class Follower:
     @property
     def follows(self) -> bool:
         """Does the pass under way do what was expected of it?"""
-        return self._recorder is not None and self._recorder.follows
+        return self.recorder is not None and self.recorder.follows
 
     def end(self, output: Any, this: Pass | None) -> Flow | None:
-        recorder, self._recorder = self._recorder, None
+        recorder, self.recorder = self.recorder, None
         if recorder is None:
             return None
         recorder.__exit__(None, None, None)
@@ -109,7 +102,7 @@ class Follower:
 
     def _abandon(self) -> None:
         """A pass that was interrupted (Ctrl-C), or that calls the model itself, is over without having ended."""
-        recorder, self._recorder = self._recorder, None
+        recorder, self.recorder = self.recorder, None
         if recorder is None:
             return
         recorder.unknown = "the pass was interrupted"

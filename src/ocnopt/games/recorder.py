@@ -14,14 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 from ocnopt.apart import apart, compiler, disabled
 from ocnopt.games.edges import Edges
-from ocnopt.games.expected import Step, Walk, made_of
+from ocnopt.games.expected import Read, Step, Walk, made_of
 from ocnopt.games.flow import Entry, Flow, Mode, Overwriting, Value, equal, filled, kind_of, short
 from ocnopt.rng import RNGState
 from ocnopt.trees import mapped, tensors
-
-#: (tensor, value, entry) → an alias for the operation of that entry to read
-Read = Callable[[Tensor, int, int], Tensor]
-
 
 class Recorder(TorchFunctionMode):
     """Calls of players are opaque: :meth:`enter` and :meth:`leave` stand around them."""
@@ -84,9 +80,10 @@ class Recorder(TorchFunctionMode):
     def _see(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._inside or self.unknown is not None:
             return func(*args, **kwargs)
-        if self._walk is not None and (step := self._walk.next("operation", func)) is not None:
-            if self._walk.fits(step, args, kwargs):
-                return self._follow(self._walk, step, func, args, kwargs)
+        walk = self._walk
+        if walk is not None and (step := walk.next("operation", func)) is not None:
+            if walk.fits(step, args, kwargs):
+                return self._follow(walk, step, func, args, kwargs)
             self._leave_path()
         into = tensors((args, kwargs))
         versions = [_version(t) for t in into]
@@ -121,22 +118,20 @@ class Recorder(TorchFunctionMode):
 
     def _follow(self, walk: Walk, step: Step, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """An operation that was expected."""
-        given, turns = (args, kwargs), self._watched.into_operation(step.place) if self._watched is not None else ()
-        if turns:
-            given = walk.aliased(turns, lambda t, turn: self._read(t, turn, step.place), given)
+        given: tuple[Any, Any] = args, kwargs
+        if self._watched is not None and (turns := self._watched.into_operation(step.place)):
+            given = walk.aliased(step, turns, self._read, args, kwargs)
         written = step.entry.written
         if written is None:
             out = func(*given[0], **given[1])
-            made, single = made_of(out)
-            same = any(t is one for t in made for one in (*given[0], *given[1].values()))
-            if not same and walk.arrive(step, made, single):
+            if not _is_one_of(out, *given) and walk.arrive(step, out):
                 return out
         else:
             changed = tensors((args, kwargs))[written]
             version = _version(changed)
             out = func(*given[0], **given[1])
             if _version(changed) != version and out is changed and walk.is_safe(step, changed):
-                walk.arrive(step, (changed,), True)
+                walk.arrive(step, changed)
                 return out
         self._leave_path()
         into, written_to = tensors((args, kwargs)), [] if written is None else [written]
@@ -176,19 +171,18 @@ class Recorder(TorchFunctionMode):
     def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A player is about to run: what happens inside is its own business."""
         if not self._inside:
-            self._begin_call(name, args, kwargs)
+            self._call = self._step = None
+            if self.unknown is None:
+                self._begin_call(name, args, kwargs)
             self._stands_aside = is_innermost(self)
             if self._stands_aside:
                 torch._C._pop_torch_function_stack()
         self._inside += 1
 
     def _begin_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._call = self._step = None
-        if self.unknown is not None:
-            return
-        if self._walk is not None:
-            step = self._walk.next("player", name)
-            if step is not None and self._walk.fits(step, args, kwargs):
+        if (walk := self._walk) is not None:
+            step = walk.next("player", name)
+            if step is not None and walk.fits(step, args, kwargs):
                 self._step = step
                 return
             self._leave_path()
@@ -199,7 +193,7 @@ class Recorder(TorchFunctionMode):
         if self._inside:
             return
         step = self._step
-        if self._walk is not None and step is not None and not self._walk.arrive(step, *made_of(output)):
+        if self._walk is not None and step is not None and not self._walk.arrive(step, output):
             self._leave_path()
             self._call = step.entry.args, step.entry.kwargs, step.entry.mode
         if self._call is not None:
@@ -323,6 +317,17 @@ class Recorder(TorchFunctionMode):
             picked = flow.graph.call_function(operator.getitem, (node, i))
             picked.meta |= {"entry": -1, "mode": entry.mode, "spec": ((node, i), {}), "turn": len(nodes), "kind": kind}
             nodes.append(picked)
+
+
+def _is_one_of(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Has it given back what it was given?"""
+    for t in (out,) if isinstance(out, Tensor) else made_of(out)[0]:
+        for one in args:
+            if one is t:
+                return True
+        if kwargs and any(one is t for one in kwargs.values()):
+            return True
+    return False
 
 
 def is_innermost(mode: TorchFunctionMode) -> bool:
