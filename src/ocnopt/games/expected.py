@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from ocnopt.games.flow import Entry, Flow, Mode, Value, attribute, equal, kind_of
 from ocnopt.trees import mapped, tensors
 
-
 #: (tensor, value, entry) → an alias for the operation of that entry to read
 Read = Callable[[Tensor, int, int], Tensor]
 
