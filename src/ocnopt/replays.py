@@ -8,9 +8,8 @@ an ordinary one.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +18,11 @@ from torch import Tensor, nn
 from ocnopt import clockwork, intake, phases, whole_step
 from ocnopt.fused.actor import FusedActor
 from ocnopt.hosts import Host
-from ocnopt.layers.base import compute_dtype
 from ocnopt.players import Player
 from ocnopt.problem import Problem
 from ocnopt.recording import Recording, Studio, told_of_waiting
 from ocnopt.terms import Terms
+from ocnopt.whereabouts import Places, readers_of
 
 if TYPE_CHECKING:
     from ocnopt.optimizer import OCNOpt
@@ -49,9 +48,7 @@ class Replays:
         self._forget()
 
     def _forget(self) -> None:
-        self._graphs: dict[Hashable, Graph] = {}
-        self._seen: dict[Hashable, int] = {}  # ordinary steps of each kind
-        self._readers: dict[Hashable, list[FusedActor]] = {}  # who can be told where gradients are, by kind of step
+        self._kinds: dict[Hashable, Kind] = {}
         self._failed: str | None = None
         if self._studio is not None:
             self._studio.clear()
@@ -80,49 +77,60 @@ class Replays:
     def _of_kind(self, opt: OCNOpt, players: list[Player], run: Step) -> None:
         taken = intake.Intake((), []) if opt._tape is None else intake.taken_in(opt._tape)
         kind = taken.kind, tuple(players), clockwork.kind(opt), _settings(opt)
-        if kind in self._graphs:
-            if not self._graphs[kind].replay(opt, taken.tensors):
-                self.reason = "tensors are not where they were, or not of the size that they had"
-                del self._graphs[kind], self._seen[kind]
-                run()
-            return
-        seen = self._seen[kind] = self._seen.get(kind, 0) + 1
-        self.reason = "the first steps warm up"
-        if seen < _WARM_UP:
-            run()
-        elif seen == _WARM_UP:
-            self._watched(kind, run)
-        elif len(self._graphs) == _MOST or len(self._seen) > 8 * _MOST:
-            self.reason = self._failed = "there are steps of too many kinds"
-            run()
+        known = self._kinds.setdefault(kind, Kind())
+        if known.places is not None and not known.is_as_it_was(taken.tensors):
+            known = self._kinds[kind] = Kind()
+        if known.graph is not None:
+            known.graph.replay()
+            opt._fallbacks.reasons.update(known.reasons)
+        elif known.places is not None:
+            self._captured(known, opt, run)
         else:
-            self._captured(kind, taken.tensors, opt, players, run)
+            self._ordinary(known, taken.tensors, opt, players, run)
 
-    def _watched(self, kind: Hashable, run: Step) -> None:
-        """An ordinary step that tells whether it could be captured."""
+    def _ordinary(self, known: Kind, taken: list[Tensor], opt: OCNOpt, players: list[Player], run: Step) -> None:
+        self.reason, known.seen = "the first steps warm up", known.seen + 1
+        if known.seen < _WARM_UP:
+            known.readers = readers_of(run())
+            return
+        params = [p for player in players for p in player.params]
+        graphs = sum(kind.graph is not None for kind in self._kinds.values())
+        if graphs == _MOST or len(self._kinds) > 8 * _MOST:
+            self.reason = self._failed = "there are steps of too many kinds"
+        elif any(t.device != params[0].device for t in taken):
+            self.reason = self._failed = "what the step reads is not all on the device"
+        if self._failed is not None:
+            run()
+            return
+        known.places = Places(opt, taken, params, known.readers)
+        known.state = [*((p, p.data_ptr()) for p in params)], clockwork.tensors_of_state(opt, params)
+        self._watched(known.places, opt, run)
+
+    def _watched(self, places: Places, opt: OCNOpt, run: Step) -> None:
+        """An ordinary step that tells whether it could be captured, and leaves nothing to be built in a capture."""
         waits: list[str] = []
-        with told_of_waiting(waits):
-            self._readers[kind] = _readers(run())
+        with told_of_waiting(waits), places.read(opt):
+            run()
         if waits:
             self._failed = f"the step waits for the device ({waits[0]})"
 
-    def _captured(self, kind: Hashable, taken: list[Tensor], opt: OCNOpt, players: list[Player], run: Step) -> None:
-        params = [p for player in players for p in player.params]
-        if self._studio is None or self._studio.device != params[0].device:
-            self._studio = Studio(params[0].device)
-        readers = self._readers.pop(kind)
-        # a table cannot be sent in the middle of a capture
-        pointing = bool(readers) and all(reader.reads(_grads(reader.shelf.params)) for reader in readers)
-        graph: Graph | str = "what the step reads is not all on the device"
-        if all(t.device == self._studio.device for t in taken):
-            graph = Graph.of(opt, taken, params, pointing, run, self._studio)
+    def _captured(self, known: Kind, opt: OCNOpt, run: Step) -> None:
+        assert known.places is not None
+        if self._studio is None or self._studio.device != known.places.device:
+            self._studio = Studio(known.places.device)
+        capture = whole_step.Capture(whole=False, pointing=known.places.pointing)
+
+        def captured() -> None:
+            run()
+
+        with known.places.read(opt):
+            graph = self._studio.record(captured, opt, clockwork.flow_of(opt), capture)
         if isinstance(graph, str):
             self.reason = self._failed = graph
             run()
             return
-        self.captures, self.reason = self.captures + 1, None
-        self._graphs[kind] = graph
-        graph.step.replay()
+        self.captures, known.graph, known.reasons = self.captures + 1, graph, dict(opt._fallbacks.reasons)
+        graph.replay()
 
     def _say(self, why: str) -> None:
         """Once."""
@@ -172,124 +180,20 @@ def _settings(opt: OCNOpt) -> Hashable:
 
 
 @dataclass
-class Graph:
-    """A step that was captured, and where it reads what it reads."""
+class Kind:
+    """Steps that do the same."""
 
-    step: Recording[list[FusedActor]]
-    inputs: Inputs
-    rates: Rates
-    params: list[tuple[Tensor, int]]  # with their addresses
-    state: list[tuple[dict[str, Any], str, Tensor]]
-    reasons: dict[str, str]  # of what stood in for something in it
+    seen: int = 0  # ordinary ones
+    readers: list[FusedActor] = field(default_factory=list)  # see :class:`Places`
+    places: Places | None = None  # once it is about to be captured
+    graph: Recording[None] | None = None
+    reasons: dict[str, str] = field(default_factory=dict)  # of what stands in for something in it
+    # parameters with their addresses, and the tensors of their state
+    state: tuple[list[tuple[Tensor, int]], list[tuple[dict[str, Any], str, Tensor]]] = ([], [])
 
-    @classmethod
-    def of(
-        cls, opt: OCNOpt, taken: list[Tensor], params: list[Tensor], pointing: bool, run: Step, studio: Studio
-    ) -> Graph | str:
-        """``pointing``: kernels are told where gradients are; else they are copied."""
-        rates, inputs = Rates(opt), Inputs(taken if pointing else [*taken, *_grads(params)])
-
-        def captured() -> list[FusedActor]:
-            problem = run()
-            return _readers(problem)
-
-        capture = whole_step.Capture(whole=False, pointing=pointing, rates=rates.places)
-        with _reading(opt, iter(inputs.places), () if pointing else params):
-            step = studio.record(captured, opt, clockwork.flow_of(opt), capture)
-        if isinstance(step, str):
-            return step
-        if not pointing:
-            step.result = []
-        state = clockwork.tensors_of_state(opt, params)
-        return cls(step, inputs, rates, [(p, p.data_ptr()) for p in params], state, dict(opt._fallbacks.reasons))
-
-    def replay(self, opt: OCNOpt, taken: list[Tensor]) -> bool:
-        """Make the step, if everything is where it was."""
-        if not self.step.result:
-            taken = [*taken, *_grads([p for p, _ in self.params])]
-        if not self._is_as_it_was() or not self.inputs.fit(taken):
-            return False
-        self.rates.follow()
-        self.inputs.fill(taken)
-        self.step.replay()
-        opt._fallbacks.reasons.update(self.reasons)
-        return True
-
-    def _is_as_it_was(self) -> bool:
-        if not all(p.data_ptr() == address for p, address in self.params):
-            return False
-        if not all(own.get(key) is tensor for own, key, tensor in self.state):
-            return False
-        return all(reader.reads(_grads(reader.shelf.params)) for reader in self.step.result)
-
-
-def _grads(params: Sequence[Tensor]) -> list[Tensor]:
-    return [p.grad for p in params if p.grad is not None]
-
-
-def _readers(problem: Problem) -> list[FusedActor]:
-    """Those who are told where gradients are, if that is everybody. They hold on to none."""
-    fused = [actor for actor in problem.actors if isinstance(actor, FusedActor)]
-    for actor in fused:
-        actor.let_go()
-    return fused if len(fused) == len(problem.actors) else []
-
-
-@contextmanager
-def _reading(opt: OCNOpt, places: Iterator[Tensor], params: Sequence[Tensor]) -> Iterator[None]:
-    """Run a block in which a step reads other tensors than those it was given; gradients of ``params`` come last."""
-    tape, given = opt._tape, _grads(params)
-    with nullcontext() if tape is None else intake.unharmed(tape):
-        if tape is not None:
-            intake.put_back(tape, places)
-        for p, place in zip(params, places, strict=True):
-            p.grad = place
-        try:
-            yield
-        finally:
-            for p, grad in zip(params, given, strict=True):
-                p.grad = grad
-
-
-class Inputs:
-    """Where a graph reads what is somewhere else at each step."""
-
-    def __init__(self, taken: Sequence[Tensor]) -> None:
-        self.places = [t.detach().clone() for t in taken]
-        self._alike: dict[torch.dtype, list[int]] = {}
-        for i, t in enumerate(taken):
-            self._alike.setdefault(t.dtype, []).append(i)
-
-    def fit(self, taken: Sequence[Tensor]) -> bool:
-        if len(taken) != len(self.places):
-            return False
-        return all(
-            t.shape == place.shape and t.dtype == place.dtype for t, place in zip(taken, self.places, strict=True)
-        )
-
-    def fill(self, taken: Sequence[Tensor]) -> None:
-        for index in self._alike.values():
-            torch._foreach_copy_([self.places[i] for i in index], [taken[i] for i in index])
-
-
-class Rates:
-    """Where a graph reads step sizes. Those that are tensors on the device it reads themselves."""
-
-    def __init__(self, opt: OCNOpt) -> None:
-        self._groups = opt.param_groups
-        self._kept = [group["lr"] for group in opt.param_groups]
-        self._known: dict[int, float] = {}
-        self.places: dict[int, Tensor] = {}
-        for group in opt.param_groups:
-            lr, p = group["lr"], next(iter(group["params"]), None)
-            if p is not None and not (isinstance(lr, Tensor) and lr.device == p.device):
-                self._known[id(group)] = float(lr)
-                self.places[id(group)] = torch.full((), float(lr), dtype=compute_dtype(p.dtype), device=p.device)
-
-    def follow(self) -> None:
-        """A scheduler has changed them, maybe."""
-        for group in self._groups:
-            key = id(group)
-            if key in self.places and self._known[key] != (lr := float(group["lr"])):
-                self._known[key] = lr
-                self.places[key].fill_(lr)
+    def is_as_it_was(self, taken: list[Tensor]) -> bool:
+        """Is everything where a graph reads it? What is somewhere else at each step is put there."""
+        params, state = self.state
+        there = all(p.data_ptr() == address for p, address in params)
+        there = there and all(own.get(key) is tensor for own, key, tensor in state)
+        return there and self.places is not None and self.places.fill(taken)

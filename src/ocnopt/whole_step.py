@@ -26,12 +26,12 @@ class Capture:
 
     whole: bool = True  # from the forward pass on
     pointing: bool = False  # is it told before each replay where gradients are?
-    rates: Mapping[int, Tensor] = field(default_factory=dict)  # where it reads the step size of a group, by its id
     kept: list[Any] = field(default_factory=list)
     made: dict[Hashable, Any] = field(default_factory=dict)
 
 
 _underway: Capture | None = None
+_rates: Mapping[int, Tensor] = {}  # where step sizes are read, by id of the group
 _forever = Capture()  # of a graph that somebody else captures nobody knows how long it lives
 
 
@@ -56,8 +56,8 @@ def pointing() -> bool:
 
 def rate(group: Mapping[str, Any]) -> float | Tensor:
     """The step size of a parameter group, or where a graph is going to read it."""
-    lr: float | Tensor = group["lr"]
-    return lr if _underway is None else _underway.rates.get(id(group), lr)
+    lr: float | Tensor = _rates.get(id(group), group["lr"])
+    return lr
 
 
 def capturing() -> bool:
@@ -92,6 +92,17 @@ def once(key: Hashable, make: Callable[[], T]) -> T:
         _underway.made[key] = make()
     found: T = _underway.made[key]
     return found
+
+
+@contextmanager
+def reading(rates: Mapping[int, Tensor]) -> Iterator[None]:
+    """Run a block in which step sizes are read there, by id of the group."""
+    global _rates
+    before, _rates = _rates, rates
+    try:
+        yield
+    finally:
+        _rates = before
 
 
 @contextmanager

@@ -101,7 +101,9 @@ class Walk:
         if (mode.autocast or torch._C._is_any_autocast_enabled()) and not self._casts_as(mode):
             return False
         if step.plain is None:
-            return len(args) == len(entry.args) and self._is((*entry.args,), (*args,)) and self._is(entry.kwargs, kwargs)
+            return (
+                len(args) == len(entry.args) and self._is((*entry.args,), (*args,)) and self._is(entry.kwargs, kwargs)
+            )
         if kwargs or len(args) != len(step.plain):
             return False
         for turn, given in zip(step.plain, args, strict=True):
