@@ -71,6 +71,8 @@ class Studio:
                 raise
             first = error if error.__context__ is None else error.__context__
             return f"the capture failed ({type(first).__name__}: {str(first).splitlines()[0]})"
+        if torch.cuda.is_initialized():  # what a library took for itself in the capture is the graph's, and no more
+            torch._C._cuda_clearCublasWorkspaces()
         if why is not None:
             wheels.undo()
             return why

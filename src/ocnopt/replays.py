@@ -94,8 +94,8 @@ class Replays:
             known.readers = readers_of(run())
             return
         params = [p for player in players for p in player.params]
-        graphs = sum(kind.graph is not None for kind in self._kinds.values())
-        if graphs == _MOST or len(self._kinds) > 8 * _MOST:
+        held = sum(kind.places is not None for kind in self._kinds.values())
+        if held == _MOST or len(self._kinds) > 8 * _MOST:
             self.reason = self._failed = "there are steps of too many kinds"
         elif any(t.device != params[0].device for t in taken):
             self.reason = self._failed = "what the step reads is not all on the device"

@@ -52,7 +52,7 @@ class Places:
         return True
 
     def _point(self) -> bool:
-        return all([reader.reads(_grads(reader.shelf.params)) for reader in self._readers])
+        return all(reader.reads(_grads(reader.shelf.params)) for reader in self._readers)
 
     @contextmanager
     def read(self, opt: OCNOpt) -> Iterator[None]:
