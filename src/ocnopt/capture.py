@@ -75,6 +75,7 @@ class Tape:
         self._trained_modules: set[str] = set()  # those that hold some of them
         self._wanted = -1, False  # in which backward pass
         self.left_alone: set[str] = set()  # modules whose outputs nobody overwrites in place
+        self._anatomy: Anatomy | None = None  # of the model, when it last ran
         self._others = Others(model)
         apart.prepare()
         self._handles = [
@@ -178,7 +179,7 @@ class Tape:
         need = self.needed()
         if not need:
             return
-        anatomy = Anatomy.of(model)
+        self._anatomy = anatomy = Anatomy.of(model, self._anatomy)
         self.asked, parameters = need, anatomy.parameters
         self._borrows = self._is_lent(parameters)
         if self._borrows:
@@ -191,14 +192,14 @@ class Tape:
             self.before_pass()
         self._look_at(parameters)
         if need.calls or need.states:  # then the model may run again
-            self._keep_places()
             self._others.watch(anatomy.modules)
+            self._keep_places()
         given = args, kwargs
         args, kwargs = detached(given)
         this = self.current = Pass(_batch_size(args, kwargs), args, kwargs, versions_of((args, kwargs)))
         this.leaves = self._leaves
         this.turn, self._turns = self._turns, self._turns + 1
-        this.autocast, rng = Autocast.of(anatomy), AllRNG.capture(anatomy.devices)
+        this.autocast, rng = Autocast.of(anatomy), AllRNG.capture(anatomy.places.devices)
         if need.rank != 1 and this.batch is not None and not self._reached and not self._several:
             this.groups, self.once.gram = Groups.of(this.batch, need.rank), need.gram
         this.rng = rng if need.calls or need.states else None
