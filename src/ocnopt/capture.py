@@ -210,6 +210,7 @@ class Tape:
             this.given = tuple((t.shape, t.dtype) for t in tensors(given))
             this.watched = self.follower.begin(model, tensors(given), this.given, rng.of_torch, self._read)
         this.whole, this.split = need.whole, need.split
+        this.foreseeable = not need.calls and not need.whole and (this.watched is not None or self.follows_chain)
 
     def _look_at(self, parameters: list[nn.Parameter]) -> None:
         """Which are trained? Mostly those of the last pass."""
@@ -308,9 +309,7 @@ class Tape:
         """Is it known what is read of a pass, which has done so far what was expected, and is that all that is asked?
         Then nothing else need be watched, once it is certain that the pass comes on the tape.
         """
-        if not this.announced or self.asked.calls or this.whole or not self.follower.follows:
-            return False
-        return this.watched is not None or self.follows_chain
+        return this.announced and this.foreseeable and self.follower.follows
 
     @property
     def follows_chain(self) -> bool:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch._C import _is_tracing
+from torch._C._functorch import peek_interpreter_stack as _transform
 
 from ocnopt.anatomy import Anatomy, modules_of
 from ocnopt.hooks import Others
@@ -144,5 +146,4 @@ def autocast_dtype(module: nn.Module) -> torch.dtype | None:
 
 def is_transforming() -> bool:
     """Does ``torch.func``, a tracer or an exporter run the model? What they do with it is no training."""
-    functorch = torch._C._functorch.peek_interpreter_stack() is not None
-    return functorch or torch._C._is_tracing() or torch.compiler.is_exporting()
+    return _transform() is not None or _is_tracing() or torch.compiler.is_exporting()
