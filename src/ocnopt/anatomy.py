@@ -5,39 +5,82 @@ torch's own ways to walk a model know every name on the way. Hooks walk it sever
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 
-@dataclass
 class Anatomy:
-    """Of a model at one moment."""
+    """Of a model at one moment, and as long as it :meth:`holds`."""
 
-    modules: list[nn.Module]  # each once, in torch's order
+    def __init__(self, modules: list[nn.Module]) -> None:
+        """``modules``: each once, in torch's order."""
+        self.modules = modules
+        owners = [m._parameters for m in modules if m._parameters]
+        #: each once
+        self.parameters = list({id(p): p for own in owners for p in own.values() if p is not None}.values())
+        #: with their places
+        self.buffers: list[tuple[dict[str, Any], str, Tensor | None]] = [
+            (m._buffers, name, b) for m in modules if m._buffers for name, b in m._buffers.items()
+        ]
+        self._parts = [(m, _ids(m._modules), _ids(m._parameters), _ids(m._buffers), [*m._buffers]) for m in modules]
+        self._tensors: list[Tensor] = [*self.parameters, *(b for _, _, b in self.buffers if b is not None)]
+        self.places = Places()
+        self._look()
 
     @classmethod
-    def of(cls, model: nn.Module) -> Anatomy:
+    def of(cls, model: nn.Module, known: Anatomy | None = None) -> Anatomy:
+        """``known``: that of a moment before, which is mostly the same."""
+        if known is not None and known.modules[0] is model and known.holds():
+            known._look()
+            return known
         return cls(modules_of(model))
 
-    @cached_property
-    def parameters(self) -> list[nn.Parameter]:
-        """Each once."""
-        owners = [m._parameters for m in self.modules if m._parameters]
-        return list({id(p): p for own in owners for p in own.values() if p is not None}.values())
+    def holds(self) -> bool:
+        """Does the model consist of the same modules, with the same tensors in their places?"""
+        for module, children, own, buffers, names in self._parts:
+            if (children or module._modules) and _ids(module._modules) != children:
+                return False
+            if (own or module._parameters) and _ids(module._parameters) != own:
+                return False
+            if (buffers or module._buffers) and (_ids(module._buffers) != buffers or [*module._buffers] != names):
+                return False
+        return True
 
-    @cached_property
-    def buffers(self) -> list[tuple[dict[str, Any], str, Tensor | None]]:
-        """With their places."""
-        return [(m._buffers, name, b) for m in self.modules if m._buffers for name, b in m._buffers.items()]
+    def _look(self) -> None:
+        """A model may be moved: its tensors stay the same, their numbers do not."""
+        found = {*map(Tensor.get_device, self._tensors)}, self._tensors[0].device if self._tensors else None
+        if self.places.found != found:
+            self.places = Places(found, self.parameters, [b for _, _, b in self.buffers if b is not None])
 
-    @cached_property
-    def devices(self) -> set[torch.device]:
-        """Of the parameters."""
-        return {p.device for p in self.parameters}
+
+class Places:
+    """What there is on which device.
+
+    Attributes:
+        devices: of the parameters.
+        all_devices: of the buffers, too.
+        alike: the buffers, by device and dtype, and whether they are plain tensors.
+    """
+
+    def __init__(self, found: Any = None, parameters: Sequence[Tensor] = (), buffers: Sequence[Tensor] = ()) -> None:
+        self.found = found
+        self.devices = {p.device for p in parameters}
+        self.all_devices = self.devices | {b.device for b in buffers}
+        alike: dict[Any, list[Tensor]] = {}
+        for b in buffers:
+            alike.setdefault((b.device, b.dtype), []).append(b)
+        self.alike = [(theirs, all(map(_is_plain, theirs))) for theirs in alike.values()]
+
+
+def _is_plain(t: Tensor) -> bool:
+    return type(t) is Tensor and t.layout is torch.strided and not t.is_quantized
+
+
+def _ids(held: dict[str, Any]) -> list[int]:
+    return [*map(id, held.values())]
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:

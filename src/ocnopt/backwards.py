@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ocnopt.anatomy import Anatomy, modules_of
+from ocnopt.anatomy import modules_of
 from ocnopt.shards import is_sharded
 
 #: the autograd nodes that add to ``p.grad``
@@ -56,8 +56,9 @@ class Leaves:
 
 def leaves_of(*modules: nn.Module) -> list[nn.Parameter]:
     """Not those that are sharded: whole ones stand in for them while the module runs."""
-    anatomy = Anatomy([part for module in modules for part in modules_of(module)])
-    return [p for p in anatomy.parameters if p.requires_grad and p.is_leaf and not is_sharded(p)]
+    held = [part._parameters for module in modules for part in modules_of(module)]
+    parameters = {id(p): p for own in held for p in own.values() if p is not None}.values()
+    return [p for p in parameters if p.requires_grad and p.is_leaf and not is_sharded(p)]
 
 
 def sinks_of(*modules: nn.Module) -> Sinks:

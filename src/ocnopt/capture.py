@@ -74,6 +74,7 @@ class Tape:
         self._trained_modules: set[str] = set()  # those that hold some of them
         self._wanted = -1, False  # in which backward pass
         self.left_alone: set[str] = set()  # modules whose outputs nobody overwrites in place
+        self._anatomy: Anatomy | None = None  # of the model, when it last ran
         self._others = Others(model)
         apart.prepare()
         self._handles = [
@@ -182,7 +183,7 @@ class Tape:
         need = self.needed()
         if not need:
             return
-        anatomy = Anatomy.of(model)
+        self._anatomy = anatomy = Anatomy.of(model, self._anatomy)
         self.asked, parameters = need, anatomy.parameters
         self._borrows = self._is_lent(parameters)
         if self._borrows:
@@ -195,14 +196,14 @@ class Tape:
             self.before_pass()
         self._look_at(parameters)
         if need.calls or need.states:  # then the model may run again
-            self._keep_places()
             self._others.watch(anatomy.modules)
+            self._keep_places()
         given = args, kwargs
         args, kwargs = detached(given)
         this = self.current = Pass(_batch_size(args, kwargs), args, kwargs, versions_of((args, kwargs)))
         this.leaves = self._leaves
         this.turn, self._turns = self._turns, self._turns + 1
-        this.autocast, rng = Autocast.of(anatomy), AllRNG.capture(anatomy.devices)
+        this.autocast, rng = Autocast.of(anatomy), AllRNG.capture(anatomy.places.devices)
         if need.rank != 1 and this.batch is not None and not self._reached and not self._several:
             this.groups, self.once.gram = Groups.of(this.batch, need.rank), need.gram
         this.rng = rng if need.calls or need.states else None
@@ -213,6 +214,7 @@ class Tape:
             this.given = tuple((t.shape, t.dtype) for t in tensors(given))
             this.watched = self.follower.begin(model, tensors(given), this.given, rng.of_torch, self._read)
         this.whole, this.split = need.whole, need.split
+        this.foreseeable = not need.calls and not need.whole and (this.watched is not None or self.follows_chain)
 
     def _look_at(self, parameters: list[nn.Parameter]) -> None:
         """Which are trained? Mostly those of the last pass."""
@@ -311,9 +313,7 @@ class Tape:
         """Is it known what is read of a pass, which has done so far what was expected, and is that all that is asked?
         Then nothing else need be watched, once it is certain that the pass comes on the tape.
         """
-        if not this.announced or self.asked.calls or this.whole or not self.follower.follows:
-            return False
-        return this.watched is not None or self.follows_chain
+        return this.announced and this.foreseeable and self.follower.follows
 
     @property
     def follows_chain(self) -> bool:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch._C import _is_tracing
+from torch._C._functorch import peek_interpreter_stack as _transform
 
 from ocnopt.anatomy import Anatomy, modules_of
 from ocnopt.hooks import Others
@@ -21,12 +23,9 @@ class Buffers:
     """
 
     def __init__(self, model: nn.Module | Anatomy) -> None:
-        self._places = (model if isinstance(model, Anatomy) else Anatomy.of(model)).buffers
-        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for _, _, b in self._places:
-            if b is not None:
-                alike.setdefault((b.device, b.dtype), []).append(b)
-        self._kept = [(theirs, _copied(theirs)) for theirs in alike.values()]
+        anatomy = model if isinstance(model, Anatomy) else Anatomy.of(model)
+        self._places = anatomy.buffers
+        self._kept = [(theirs, _copied(theirs, plain)) for theirs, plain in anatomy.places.alike]
 
     @property
     def values(self) -> list[Tensor]:
@@ -47,10 +46,12 @@ class Buffers:
 
 
 @torch.no_grad()
-def _copied(theirs: list[Tensor]) -> Tensor | list[Tensor]:
+def _copied(theirs: list[Tensor], plain: bool) -> Tensor | list[Tensor]:
     """One operation for many buffers, where they are plain tensors."""
-    if all(type(b) is Tensor and b.layout is torch.strided for b in theirs):
-        return torch.cat([b if b.dim() == 1 else b.reshape(-1) for b in theirs])
+    if plain:
+        found = torch.cat([b if b.dim() == 1 else b.reshape(-1) for b in theirs])
+        if found.dtype == theirs[0].dtype:
+            return found
     return [b.clone() for b in theirs]
 
 
@@ -73,8 +74,7 @@ class Autocast:
 
     @classmethod
     def of(cls, anatomy: Anatomy) -> Autocast:
-        buffers = {b.device for _, _, b in anatomy.buffers if b is not None}
-        devices = sorted({device.type for device in anatomy.devices | buffers})
+        devices = sorted({device.type for device in anatomy.places.all_devices})
         return cls(tuple((d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in devices))
 
     @contextlib.contextmanager
@@ -106,17 +106,18 @@ class Environment:
     modes: list[tuple[nn.Module, bool]]
     autocast: Autocast
     model: nn.Module
+    anatomy: Anatomy | None = None  # of the model, as it was
     idle: frozenset[int] = field(default_factory=frozenset)  # hooks that are not to be called again
 
     @classmethod
     def capture(cls, model: nn.Module) -> Environment:
         anatomy = Anatomy.of(model)
-        return cls.of(model, anatomy, AllRNG.capture(anatomy.devices), Autocast.of(anatomy))
+        return cls.of(model, anatomy, AllRNG.capture(anatomy.places.devices), Autocast.of(anatomy))
 
     @classmethod
     def of(cls, model: nn.Module, anatomy: Anatomy, rng: AllRNG, autocast: Autocast) -> Environment:
         """What is known of it need not be asked for again."""
-        return cls(rng, Buffers(anatomy), _modes(anatomy.modules), autocast, model)
+        return cls(rng, Buffers(anatomy), _modes(anatomy.modules), autocast, model, anatomy)
 
     @contextlib.contextmanager
     def repeated(self) -> Iterator[None]:
@@ -124,7 +125,7 @@ class Environment:
 
         Nothing is compiled in it: what is cached would be used when the hooks are to be called again.
         """
-        anatomy = Anatomy.of(self.model)
+        anatomy = Anatomy.of(self.model, self.anatomy)
         found, modes, quiet = Buffers(anatomy), _modes(anatomy.modules), Others(self.model).silent(self.idle)
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), self.rng.restored(), self.autocast.restored():
             try:
@@ -156,5 +157,4 @@ def autocast_dtype(module: nn.Module) -> torch.dtype | None:
 
 def is_transforming() -> bool:
     """Does ``torch.func``, a tracer or an exporter run the model? What they do with it is no training."""
-    functorch = torch._C._functorch.peek_interpreter_stack() is not None
-    return functorch or torch._C._is_tracing() or torch.compiler.is_exporting()
+    return _transform() is not None or _is_tracing() or torch.compiler.is_exporting()

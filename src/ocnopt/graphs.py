@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from ocnopt import clockwork
+from ocnopt import clockwork, whole_step
 from ocnopt.clockwork import Rates
 from ocnopt.environment import Autocast
 from ocnopt.games.flow import Flow
@@ -141,7 +141,7 @@ class GraphedStep:
         present = torch.cuda.current_stream()
         stream = self._studio.stream
         stream.wait_stream(present)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), whole_step.to_come():
             loss = self._train(inputs)
         present.wait_stream(stream)
         return loss

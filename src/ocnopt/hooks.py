@@ -151,10 +151,12 @@ class Others:
         before: list[Any] = [torch_module._global_forward_pre_hooks]
         after: list[Any] = [torch_module._global_forward_hooks]
         for module in modules:
-            if (hooks := module._forward_pre_hooks) and not _is_ours_alone(hooks) and module is not self.model:
-                before.append(hooks)
-            if (hooks := module._forward_hooks) and not _is_ours_alone(hooks):
-                after.append(hooks)
+            pre, post = module._forward_pre_hooks, module._forward_hooks
+            # mostly nobody is there but us
+            if pre and (len(pre) > 1 or not isinstance(*pre.values(), Hook)) and module is not self.model:
+                before.append(pre)
+            if post and (len(post) > 1 or not isinstance(*post.values(), Hook)):
+                after.append(post)
         return [*((hooks, True) for hooks in before if hooks), *((hooks, False) for hooks in after if hooks)]
 
     def _replace(self, hooks: Hooks, number: int, stand_in: Callable[..., Any]) -> None:
@@ -181,14 +183,6 @@ def without_backward_hooks(model: nn.Module) -> Iterator[None]:
     finally:
         for place, name, hooks in found:
             place[name] = hooks
-
-
-def _is_ours_alone(hooks: Any) -> bool:
-    """Is nobody else there? Mostly it is so."""
-    if len(hooks) == 1:
-        for hook in hooks.values():
-            return type(hook) is Hook
-    return False
 
 
 def _of_others(hooks: Hooks) -> list[tuple[int, Callable[..., Any]]]:

@@ -274,7 +274,9 @@ class OCNOpt(Optimizer):
         terms = self._now
         due = terms.reads_layers and (terms.always_looks or self._wants_calls())
         accumulated = self._arrangement.game.why_accumulated is not None
-        return terms.need(due, self._world is None or self._world.size == 1, accumulated)
+        alone = self._world is None or self._world.size == 1
+        # a graph splits gradients in no time, while a backward pass that does it launches kernel after kernel
+        return terms.need(due, alone and not self._replays.are_usual, accumulated)
 
     def _summed(self) -> dict[str, Adapter]:
         """The modules of whose calls the coming step reads nothing but sums, with their adapters.

@@ -64,6 +64,7 @@ class Pass:
     fixed: str | None = None  # why it cannot be run again stage by stage
     D: dict[int, Reading] = field(default_factory=dict)  # the outputs of the model, as the loss read them
     called: dict[nn.Module, None] = field(default_factory=dict)  # the modules that were watched in it
+    foreseeable: bool = False  # may it be that nothing is asked of it but what is known beforehand?
     announced: bool = False  # is there a record that will come on the tape with its output's adjoint?
     scale: Tensor | None = None  # the factor by which adjoints are to be multiplied, if any
     turn: int = 0  # which pass since the hooks were set

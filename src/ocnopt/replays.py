@@ -53,6 +53,12 @@ class Replays:
         if self._studio is not None:
             self._studio.clear()
 
+    @property
+    def are_usual(self) -> bool:
+        """Are most steps replays, as far as is known?"""
+        none = self._never is not None or self._failed is not None
+        return bool(self._looked_at) and not none and not whole_step.announced()
+
     def step(self, opt: OCNOpt, terms: Terms, players: list[Player], run: Step) -> None:
         """Make a step: ``run`` would."""
         self._follow_changes(opt, terms)
@@ -161,8 +167,8 @@ def _why_not_again(opt: OCNOpt) -> str | None:
 
 def _why_not_now(opt: OCNOpt) -> str | None:
     """Why the coming step cannot, although others can."""
-    if whole_step.capturing():
-        return "somebody else is capturing"
+    if whole_step.capturing() or whole_step.announced():
+        return "whole steps are captured"
     if phases.listening():
         return "the phases of the step are being timed"
     if opt._fallbacks.pausing:

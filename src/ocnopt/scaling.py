@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from ocnopt import whole_step
@@ -33,6 +34,8 @@ class Scaling:
         self._kept: dict[Tensor, Tensor] = {}  # some entries of a gradient, as the backward pass left them
         self._left: dict[Tensor, tuple[Tensor, int]] = {}  # the gradient itself, and how often it was written to
         self._pairs: list[tuple[Tensor, Tensor]] | None = None
+        self._waiting: dict[Tensor, None] = {}  # those that are to be looked at when the backward pass is over
+        self._task, self._alone = -1, False  # which one; and is this process alone with its gradients?
         self.watch(model.parameters())
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
@@ -48,24 +51,53 @@ class Scaling:
         self.clear()
 
     def _keep(self, p: Tensor) -> None:
-        if len(self._kept) >= _PARAMETERS and p not in self._kept and p not in self._shared:
+        if p not in self._shared and p not in self._kept and p not in self._waiting:
+            if len(self._kept) + len(self._waiting) >= _PARAMETERS:
+                return
+        if not self._wanted() or p.grad is None or _untouched(p):
             return
-        if not self._wanted():
-            return
-        if p.grad is not None and not _untouched(p):
-            grad, number = p.grad.detach(), min(p.grad.numel(), _ENTRIES)
-            self._kept[p] = torch.narrow_copy(grad.reshape(-1), 0, 0, number)
+        if self._is_left_alone(p):
+            self._waiting[p] = None
+        else:
+            self._take([p])
+
+    def _is_left_alone(self, p: Tensor) -> bool:
+        """Does nobody write to the gradient before the backward pass is over? Then it is looked at with others."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task, self._alone = task, task != -1 and not _several_processes()
+            if self._alone:
+                Variable._execution_engine.queue_callback(self._settle)
+        return self._alone and _hooks_on(p) == 1  # none but ours
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        self._take([p for p in waiting if p.grad is not None])
+
+    def _take(self, parameters: list[Tensor]) -> None:
+        """Copies of what is there, few operations for many."""
+        alike: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+        for p in parameters:
+            assert p.grad is not None
             self._left[p] = p.grad, p.grad._version
+            alike.setdefault((p.grad.device, p.grad.dtype), []).append((p, _sample(p.grad)))
+        for theirs in alike.values():
+            samples = [sample for _, sample in theirs]
+            parts = torch.cat(samples).split([len(sample) for sample in samples])
+            self._kept |= {p: part for (p, _), part in zip(theirs, parts, strict=True)}
 
     def clear(self) -> None:
         self._kept.clear()
         self._left.clear()
+        self._waiting.clear()
         self._pairs = None
 
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Entries as the backward pass left them, and as they are when they are first asked for."""
         if self._pairs is None:
+            self._settle()
             self._pairs = [(then, _sample(p.grad)) for p, then in self._kept.items() if p.grad is not None]
         return self._pairs
 
@@ -76,6 +108,7 @@ class Scaling:
     @torch.no_grad()
     def gone(self) -> bool:
         """Were there gradients that somebody has set to ``None`` or to zero? Only touched ones are looked at."""
+        self._settle()  # what a backward pass left that was interrupted
         if any(p.grad is grad and grad._version == version for p, (grad, version) in self._left.items()):
             return False
         there = any(bool(then.any()) for then in self._kept.values())
@@ -88,6 +121,7 @@ class Scaling:
         If gradients were not just multiplied (clipped by value, a penalty added), adjoints cannot follow that: they
         follow the scaler alone, if there was one, and the sum over the groups takes care of the rest.
         """
+        self._settle()
         if world.size > 1:
             return _ratio(*self._everywhere(world)) / world.size if self._watched else None
         kept = self.pairs
@@ -119,11 +153,22 @@ class Scaling:
 
 def _untouched(p: Tensor) -> bool:
     """Is it certain that the step finds the gradient as the backward pass leaves it?"""
-    return whole_step.undisturbed() and len(p._post_accumulate_grad_hooks or ()) == 1  # none but ours
+    return whole_step.undisturbed() and _hooks_on(p) == 1  # none but ours
+
+
+def _hooks_on(p: Tensor) -> int:
+    return len(p._post_accumulate_grad_hooks or ())
+
+
+def _several_processes() -> bool:
+    """Their gradients may be on the way to each other before the backward pass is over."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _sample(grad: Tensor) -> Tensor:
-    return grad.detach().flatten()[:_ENTRIES]
+    grad = grad.detach()
+    entries = grad if grad.dim() == 1 else grad.reshape(-1)
+    return entries if len(entries) <= _ENTRIES else entries[:_ENTRIES]
 
 
 def _ratio(then: Tensor, now: Tensor) -> Tensor:

@@ -84,11 +84,12 @@ class Terms:
         own = all(resolve(group["curvature"]).name in BY_NAME for group in self.groups)
         return bool(self.whole["feedback"] == "nonlinear") or not own
 
-    def need(self, due: bool, alone: bool, accumulated: bool) -> Need:
-        """What the hooks are to keep. ``due``: does a curvature that reads layers want to look at them? ``alone``: is
-        this the only process? ``accumulated``: is the network known to be one that cannot run stage by stage?
+    def need(self, due: bool, early: bool, accumulated: bool) -> Need:
+        """What the hooks are to keep. ``due``: does a curvature that reads layers want to look at them? ``early``: may
+        gradients be split into groups before the step? ``accumulated``: is the network known to be one that cannot run
+        stage by stage?
         """
-        key = due, alone, accumulated
+        key = due, early, accumulated
         if key not in self._needs:
             whole, playing = self.whole, self.playing
             self._needs[key] = Need(
@@ -97,8 +98,8 @@ class Terms:
                 states=whole["feedback"] == "nonlinear",
                 split=whole["rank"] != 1,
                 whole=accumulated or whole["state"] == "accumulated",
-                # with others to come, here or elsewhere, nobody knows where the groups of a pass begin and end
-                rank=whole["rank"] if playing and alone and whole["accumulate"] == 1 else 1,
+                # with others to come, nobody knows where the groups of a pass begin and end
+                rank=whole["rank"] if playing and early and whole["accumulate"] == 1 else 1,
                 gram=any(isinstance(resolve(group["curvature"]), Identity) for group in self.groups),
             )
         return self._needs[key]

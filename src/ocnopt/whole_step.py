@@ -31,6 +31,7 @@ class Capture:
 
 
 _underway: Capture | None = None
+_announced = False
 _rates: Mapping[int, Tensor] = {}  # where step sizes are read, by id of the group
 _forever = Capture()  # of a graph that somebody else captures nobody knows how long it lives
 
@@ -92,6 +93,22 @@ def once(key: Hashable, make: Callable[[], T]) -> T:
         _underway.made[key] = make()
     found: T = _underway.made[key]
     return found
+
+
+def announced() -> bool:
+    """Is a whole step being captured, or one made that prepares for it?"""
+    return _announced or undisturbed()
+
+
+@contextmanager
+def to_come() -> Iterator[None]:
+    """Run a block that does what is going to be captured."""
+    global _announced
+    before, _announced = _announced, True
+    try:
+        yield
+    finally:
+        _announced = before
 
 
 @contextmanager

@@ -78,7 +78,8 @@ def assert_same_step(seed: int = 7, steps: int = 2, **options: Any) -> None:
         _one_pass(net, seed)
         opt.step()
     assert not torch.equal(before[0], values(model)[0])
-    torch.testing.assert_close(found(ours, fused), found(model, plain), rtol=2e-5, atol=1e-7)
+    # s is a difference of two inner products, each of which is rounded
+    torch.testing.assert_close(found(ours, fused), found(model, plain), rtol=2e-5, atol=5e-7)
 
 
 @pytest.mark.parametrize(

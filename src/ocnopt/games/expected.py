@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
+from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 
 from ocnopt.games.flow import Entry, Flow, Mode, Value, attribute, equal, kind_of
 from ocnopt.trees import mapped, tensors
@@ -95,22 +96,22 @@ class Walk:
         return step if entry.kind == kind and (entry.target is target or equal(entry.target, target)) else None
 
     def fits(self, step: Step, args: Any, kwargs: Any) -> bool:
-        entry, mode, refs = step.entry, step.entry.mode, self._refs
-        if torch.is_grad_enabled() is not mode.grad:
+        entry, refs = step.entry, self._refs
+        mode, specs, named = entry.mode, entry.args, entry.kwargs
+        if is_grad_enabled() is not mode.grad or len(args) != len(specs):
             return False
-        if (mode.autocast or torch._C._is_any_autocast_enabled()) and not self._casts_as(mode):
+        if (mode.autocast or is_any_autocast_enabled()) and not self._casts_as(mode):
             return False
-        if step.plain is None:
-            return (
-                len(args) == len(entry.args) and self._is((*entry.args,), (*args,)) and self._is(entry.kwargs, kwargs)
-            )
-        if kwargs or len(args) != len(step.plain):
-            return False
-        for turn, given in zip(step.plain, args, strict=True):
-            ref = refs[turn]
-            if given is None or not (self._was_there(turn, given) if ref is None else ref() is given):
+        for spec, given in zip(specs, args, strict=True):
+            if type(spec) is Value and (ref := refs[spec.turn]) is not None:
+                if given is None or ref() is not given:
+                    return False
+            elif not self._is(spec, given):
                 return False
-        return True
+        if not kwargs and not named:
+            return True
+        same = len(kwargs) == len(named) and all(kwargs.get(key, self) is spec for key, spec in named.items())
+        return same or self._is(named, kwargs)
 
     def _casts_as(self, mode: Mode) -> bool:
         on, dtype = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)

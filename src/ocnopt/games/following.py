@@ -72,7 +72,8 @@ class Follower:
     @property
     def follows(self) -> bool:
         """Does the pass under way do what was expected of it?"""
-        return self.recorder is not None and self.recorder.follows
+        recorder = self.recorder
+        return recorder is not None and recorder.follows
 
     def end(self, output: Any, this: Pass | None) -> Flow | None:
         recorder, self.recorder = self.recorder, None

@@ -173,21 +173,16 @@ class Recorder(TorchFunctionMode):
         """A player is about to run: what happens inside is its own business."""
         if not self._inside:
             self._call = self._step = None
-            if self.unknown is None:
-                self._begin_call(name, args, kwargs)
+            walk = self._walk
+            if walk is not None and (step := walk.next("player", name)) is not None and walk.fits(step, args, kwargs):
+                self._step = step
+            elif self.unknown is None:
+                self._leave_path()
+                self._call = self._spec(args, kwargs, name)
             self._stands_aside = is_innermost(self)
             if self._stands_aside:
                 torch._C._pop_torch_function_stack()
         self._inside += 1
-
-    def _begin_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (walk := self._walk) is not None:
-            step = walk.next("player", name)
-            if step is not None and walk.fits(step, args, kwargs):
-                self._step = step
-                return
-            self._leave_path()
-        self._call = self._spec(args, kwargs, name)
 
     def leave(self, name: str, output: Any) -> None:
         self._inside -= 1
