@@ -18,7 +18,7 @@ class Residual(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.first, self.norm = nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
         self.block, self.last = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(4, 3)
         self.scale = 1.0
         self.register_buffer("mean", torch.zeros(()))
