@@ -35,7 +35,6 @@ from ocnopt.scaling import Scaling
 from ocnopt.tallies import graph_is_kept
 from ocnopt.trees import mapped, tensors
 
-
 _NOTHING = Need()
 
 

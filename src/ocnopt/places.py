@@ -63,7 +63,7 @@ class Place:
         if not wanted:
             return None
         record = Record(self.name, module, occurrence, this)
-        if kwargs or not all([isinstance(t, Tensor) for t in args]):
+        if kwargs or not all(isinstance(t, Tensor) for t in args):
             return self._watch_inputs(record, args, kwargs)
         return self._watch(record, wanted, args), kwargs
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ocnopt.backwards import Sinks as Sinks
 from ocnopt.backwards import Leaves, all_reached, nodes_of, sinks_of
+from ocnopt.backwards import Sinks as Sinks
 from ocnopt.curvature.tally import Tally
 from ocnopt.environment import Autocast, Environment
 from ocnopt.games.edges import Edges

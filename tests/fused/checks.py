@@ -329,9 +329,7 @@ def test_which_products_can_be_formed_with_others() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"rank": 4}, {"curvature": "kronecker"}], ids=str)
 @pytest.mark.parametrize("held", [0, 5000, 2**30])
-def test_products_that_wait_for_each_other(
-    options: dict[str, Any], held: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_that_wait_for_each_other(options: dict[str, Any], held: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to the end of the backward pass, or up to so many bytes."""
     model, plain, ours, fused = pair(feedback="nonlinear", **options)
     fused.param_groups[0]["fused"] = None

@@ -18,7 +18,6 @@ from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 from ocnopt.games.flow import Entry, Flow, Mode, Value, attribute, equal, kind_of
 from ocnopt.trees import mapped, tensors
 
-
 #: (tensor, value, entry) → an alias for the operation of that entry to read
 Read = Callable[[Tensor, int, int], Tensor]
 
@@ -111,7 +110,7 @@ class Walk:
                 return False
         if not kwargs and not named:
             return True
-        same = len(kwargs) == len(named) and all([kwargs.get(key, self) is spec for key, spec in named.items()])
+        same = len(kwargs) == len(named) and all(kwargs.get(key, self) is spec for key, spec in named.items())
         return same or self._is(named, kwargs)
 
     def _casts_as(self, mode: Mode) -> bool:

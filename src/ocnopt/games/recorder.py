@@ -19,6 +19,7 @@ from ocnopt.games.flow import Entry, Flow, Mode, Overwriting, Value, equal, fill
 from ocnopt.rng import RNGState
 from ocnopt.trees import mapped, tensors
 
+
 class Recorder(TorchFunctionMode):
     """Calls of players are opaque: :meth:`enter` and :meth:`leave` stand around them."""
 
