@@ -6,6 +6,7 @@ enters the tape when its first adjoint arrives. A graph that is thrown away take
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
@@ -74,7 +75,7 @@ class Tape:
         self._trained_modules: set[str] = set()  # those that hold some of them
         self._wanted = -1, False  # in which backward pass
         self.left_alone: set[str] = set()  # modules whose outputs nobody overwrites in place
-        self._anatomy: Anatomy | None = None  # of the model, when it last ran
+        self._anatomy: Anatomy | None = None  # of the model, when it last ran with its own weights
         self._others = Others(model)
         apart.prepare()
         self._handles = [
@@ -83,7 +84,7 @@ class Tape:
         ]
         self.scaling = Scaling(model, self._wants_scale)
         self._backwards = Backwards(model, self.scaling.gone, self.clear, self._drop)
-        self.once = Once(self._backwards.counts)
+        self.once = Once(self.hears)
         self._places: list[tuple[nn.Module, RemovableHandle, RemovableHandle]] = []
         for name, module in modules.items():
             place = Place(self, name)
@@ -183,11 +184,13 @@ class Tape:
         need = self.needed()
         if not need:
             return
-        self._anatomy = anatomy = Anatomy.of(model, self._anatomy)
+        known, self._anatomy = self._anatomy, None
+        anatomy = Anatomy.of(model, known)
         self.asked, parameters = need, anatomy.parameters
-        self._borrows = self._is_lent(parameters)
+        self._borrows = anatomy is not known and self._is_lent(parameters)
         if self._borrows:
             return
+        self._anatomy = anatomy
         if all(p.grad is None for p in parameters):
             self.clear()  # the gradients of earlier passes are gone, so their records are of no use
         elif self._backwards.only_looked():
@@ -273,7 +276,7 @@ class Tape:
         """
         reading = store[key] = Reading(t, this.batch if this.split else None)
         t = t.view_as(t)
-        t.register_hook(Arrival(self, this, record, reading, store is this.D))
+        _hook(t, Arrival(self, this, record, reading, store is this.D))
         return t
 
     def _read(self, t: Tensor, value: int, entry: int) -> Tensor:
@@ -393,6 +396,14 @@ class Arrival:
         self.reading.arrive(g, not graph_is_kept(), compared, not compared, tape.waiting)
         if self.outside:
             tape.settle(this)
+
+
+def _hook(t: Any, hook: Callable[[Tensor], None]) -> None:
+    """As ``t.register_hook``, on a tensor that nobody else has seen; without a handle to remove it by, which takes
+    longer than all else.
+    """
+    t._backward_hooks = OrderedDict({-1: hook})  # no number of theirs
+    t.grad_fn._register_hook_dict(t)
 
 
 def _batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:

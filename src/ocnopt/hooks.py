@@ -8,7 +8,7 @@ looked (a logger, a store of activations, a counter) is not called again.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -153,9 +153,9 @@ class Others:
         for module in modules:
             pre, post = module._forward_pre_hooks, module._forward_hooks
             # mostly nobody is there but us
-            if pre and (len(pre) > 1 or not isinstance(*pre.values(), Hook)) and module is not self.model:
+            if pre and (len(pre) > 1 or not _is_ours(pre)) and module is not self.model:
                 before.append(pre)
-            if post and (len(post) > 1 or not isinstance(*post.values(), Hook)):
+            if post and (len(post) > 1 or not _is_ours(post)):
                 after.append(post)
         return [*((hooks, True) for hooks in before if hooks), *((hooks, False) for hooks in after if hooks)]
 
@@ -183,6 +183,11 @@ def without_backward_hooks(model: nn.Module) -> Iterator[None]:
     finally:
         for place, name, hooks in found:
             place[name] = hooks
+
+
+def _is_ours(hooks: Mapping[int, Any]) -> bool:
+    """The one that there is."""
+    return isinstance(next(iter(hooks.values())), Hook)
 
 
 def _of_others(hooks: Hooks) -> list[tuple[int, Callable[..., Any]]]:

@@ -20,7 +20,7 @@ from ocnopt import whole_step
 from ocnopt.backwards import Purpose, purpose
 from ocnopt.groups import Groups
 from ocnopt.layers.base import Adapter, Call, compute_dtype, first_tensor
-from ocnopt.records import Record, Sinks
+from ocnopt.records import Pass, Record
 
 
 class Product(torch.autograd.Function):
@@ -42,7 +42,9 @@ class Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         call = Call(watch.record.module, (x,), {}, h)
         into = None if weight is None else watch.adapter.pull_back(call, weight)
-        found = {} if purpose(watch.record.sinks) is Purpose.OTHER else watch.split(call)
+        record = watch.record
+        wanted = record.origin.all_reached() or purpose(record.sinks) is not Purpose.OTHER
+        found = watch.split(call) if wanted else {}
         return None, None, into, found.get("weight"), found.get("bias")
 
 
@@ -75,7 +77,7 @@ class Watch(TorchFunctionMode):
 
     def split(self, call: Call) -> dict[str, Tensor]:
         """The gradients of the parameters. Those of the groups stay with the record."""
-        groups = self.record.origin.groups if self.once.counts(self.record.sinks) else None
+        groups = self.record.origin.groups if self.once.hears(self.record.origin, self.record) else None
         if groups is None or (self.once.gram and self.adapter.prefers_gram(call, groups.rank)):
             groups = Groups(call.batch, 1)
         columns = self.adapter.group_gradients(call, groups)
@@ -89,9 +91,9 @@ class Watch(TorchFunctionMode):
 class Once:
     """Watches the layers of a model, one at a time."""
 
-    def __init__(self, counts: Callable[[Sinks], bool]) -> None:
-        """``counts``: does what the backward pass under way says of these parameters belong to the step?"""
-        self.counts = counts
+    def __init__(self, hears: Callable[[Pass, Record], bool]) -> None:
+        """``hears``: does what the backward pass under way says of a call belong to the step?"""
+        self.hears = hears
         self.adapters: Mapping[str, Adapter] = {}  # by name of module
         self.gram = False  # may it be that explicit group gradients are of no use to a layer?
         self._watch: Watch | None = None

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Size, Tensor
 from torch.utils import _pytree
+
+#: what holds none, and is left as it is
+_NO_TENSORS = (bool, int, float, str, Size)
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -22,7 +25,7 @@ def tensors(tree: Any) -> list[Tensor]:
         return [t for part in tree for t in tensors(part)]
     if kind is dict:
         return [t for part in tree.values() for t in tensors(part)]
-    if tree is None or kind in (bool, int, float, str):
+    if tree is None or kind in _NO_TENSORS:
         return []
     return [t for t in _pytree.tree_leaves(tree) if isinstance(t, Tensor)]
 
@@ -38,6 +41,6 @@ def mapped(change: Callable[[Tensor], Any], tree: Any) -> Any:
         return [mapped(change, part) for part in tree]
     if kind is dict:
         return {key: mapped(change, part) for key, part in tree.items()}
-    if tree is None or kind in (bool, int, float, str):
+    if tree is None or kind in _NO_TENSORS:
         return tree
     return _pytree.tree_map_only(Tensor, change, tree)

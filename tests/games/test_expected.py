@@ -28,7 +28,14 @@ class Rectified(Net):
         return z + self.b(torch.relu_(self.a(z)))
 
 
-@pytest.mark.parametrize("net", [Net, Rectified, Chain])
+class Reshaped(Net):
+    """A shape is no structure of tensors."""
+
+    def block(self, z: Tensor) -> Tensor:
+        return z + self.b(torch.tanh(self.a(z)).reshape(z.shape))
+
+
+@pytest.mark.parametrize("net", [Net, Rectified, Chain, Reshaped])
 def test_what_was_expected_is_not_written_down(net: Any) -> None:
     model, opt = make(net, lr=0.3)
     train(model, opt, 3)
@@ -77,6 +84,26 @@ def test_what_is_given_to_an_operation_may_change(net: Any, changes: dict[str, A
         found.append([*values(model), opt.diagnostics.s])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+class Turned(Net):
+    """The same tensor in another shape."""
+
+    shape = torch.Size([B, WIDTH])
+
+    def block(self, z: Tensor) -> Tensor:
+        return z + self.b(torch.tanh(self.a(z)).reshape(self.shape).reshape(B, WIDTH))
+
+
+def test_a_shape_may_change() -> None:
+    model, opt = make(Turned, lr=0.3)
+    train(model, opt, 3)
+    model.shape = torch.Size([WIDTH, B])
+    seen = []
+    spec = Recorder._spec
+    with patch.object(Recorder, "_spec", lambda *given: seen.append(given[3]) or spec(*given)):
+        train(model, opt, 1)
+    assert any(getattr(target, "__name__", "") == "reshape" for target in seen)  # it is written down again
 
 
 class Failing(Net):

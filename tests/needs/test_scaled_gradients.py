@@ -214,3 +214,80 @@ def test_whichever_parameters_have_gradients(game: dict[str, Any]) -> None:
         found.append(values(model))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+# --- when gradients are looked at ---
+
+
+def _left(backward: Callable[[nn.Module], None], hook: Callable[[Tensor], None] | None = None) -> Any:
+    """An optimizer that has seen a backward pass, and what there is of the gradients."""
+    model, opt = make({"curvature": "identity", "feedback": "nonlinear"})
+    for p in model.parameters() if hook is not None else ():
+        p.register_post_accumulate_grad_hook(hook)
+    backward(model)
+    return opt, _entries(model), model
+
+
+def _entries(model: nn.Module) -> list[Tensor]:
+    return [p.grad.flatten()[:256] for p in model.parameters()]
+
+
+def _kept(scaling: Any, model: nn.Module) -> list[Tensor]:
+    return [scaling._kept[p] for p in model.parameters()]
+
+
+def _once(model: nn.Module) -> None:
+    (x, y), _ = batches(2)
+    cross_entropy(model(x), y).backward()
+
+
+def test_gradients_are_looked_at_when_the_backward_pass_is_over() -> None:
+    opt, grads, model = _left(_once)
+    scaling = opt._tape._scaling
+    assert not scaling._waiting
+    assert_identical(_kept(scaling, model), grads)
+    assert all(scaling._left[p][0] is p.grad for p in model.parameters())
+
+
+def test_who_writes_to_them_in_the_backward_pass_comes_later() -> None:
+    """A hook of somebody else, after ours: what it does is part of the factor."""
+
+    def halve(p: Tensor) -> None:
+        p.grad.data.mul_(0.5)
+
+    opt, grads, model = _left(_once, halve)
+    scaling = opt._tape._scaling
+    assert_identical(_kept(scaling, model), [2 * grad for grad in grads])
+    torch.testing.assert_close(scaling.factor(World()), torch.tensor(0.5, dtype=torch.float64))
+
+
+def test_a_backward_pass_that_is_interrupted() -> None:
+    def interrupted(model: nn.Module) -> None:
+        first = next(model.parameters())
+        handle = first.register_post_accumulate_grad_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            _once(model)
+        handle.remove()
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+
+    opt, _, model = _left(interrupted)
+    scaling = opt._tape._scaling
+    scaling.clear()
+    assert not scaling._waiting
+    model.zero_grad()
+    _once(model)
+    assert_identical(_kept(scaling, model), _entries(model))
+
+
+def test_several_processes_send_gradients_before_the_backward_pass_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ocnopt.scaling._several_processes", lambda: True)
+    model, opt = make({"curvature": "identity", "feedback": "nonlinear"})
+    first = next(model.parameters())
+    (x, y), _ = batches(2)
+    loss, seen = cross_entropy(model(x), y), []
+    torch.autograd.graph.get_gradient_edge(first).node.register_hook(
+        lambda *_: seen.append(first in opt._tape._scaling._kept)
+    )
+    loss.backward()
+    assert seen == [True]

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ocnopt.groups import Groups
 from ocnopt.rng import RNGState
-from ocnopt.trees import mapped
+from ocnopt.trees import mapped, tensors
 
 
 @dataclass
@@ -54,6 +53,8 @@ class Call:
     @property
     def x(self) -> Tensor:
         """The first tensor among the arguments."""
+        if self.args and isinstance(self.args[0], Tensor):  # as nearly always
+            return self.args[0]
         x = first_tensor((self.args, self.kwargs))
         assert x is not None
         return x
@@ -202,7 +203,7 @@ class Adapter(ABC):
 
 
 def first_tensor(tree: Any) -> Tensor | None:
-    return next((t for t in pytree.tree_leaves(tree) if isinstance(t, Tensor)), None)
+    return next(iter(tensors(tree)), None)
 
 
 def outer_sum(v: Tensor) -> Tensor:
