@@ -42,8 +42,7 @@ class Studio:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # ahead of eigendecompositions, which run beside the steps
-        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.stream = torch.cuda.Stream(device)
         self._pool: Any = None
 
     def clear(self) -> None:

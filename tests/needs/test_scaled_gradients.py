@@ -243,7 +243,7 @@ def _once(model: nn.Module) -> None:
 
 def test_gradients_are_looked_at_when_the_backward_pass_is_over() -> None:
     opt, grads, model = _left(_once)
-    scaling = opt._tape._scaling
+    scaling = opt._tape.scaling
     assert not scaling._waiting
     assert_identical(_kept(scaling, model), grads)
     assert all(scaling._left[p][0] is p.grad for p in model.parameters())
@@ -256,7 +256,7 @@ def test_who_writes_to_them_in_the_backward_pass_comes_later() -> None:
         p.grad.data.mul_(0.5)
 
     opt, grads, model = _left(_once, halve)
-    scaling = opt._tape._scaling
+    scaling = opt._tape.scaling
     assert_identical(_kept(scaling, model), [2 * grad for grad in grads])
     torch.testing.assert_close(scaling.factor(World()), torch.tensor(0.5, dtype=torch.float64))
 
@@ -272,7 +272,7 @@ def test_a_backward_pass_that_is_interrupted() -> None:
             p.grad = torch.ones_like(p)
 
     opt, _, model = _left(interrupted)
-    scaling = opt._tape._scaling
+    scaling = opt._tape.scaling
     scaling.clear()
     assert not scaling._waiting
     model.zero_grad()
@@ -287,7 +287,7 @@ def test_several_processes_send_gradients_before_the_backward_pass_is_over(monke
     (x, y), _ = batches(2)
     loss, seen = cross_entropy(model(x), y), []
     torch.autograd.graph.get_gradient_edge(first).node.register_hook(
-        lambda *_: seen.append(first in opt._tape._scaling._kept)
+        lambda *_: seen.append(first in opt._tape.scaling._kept)
     )
     loss.backward()
     assert seen == [True]
