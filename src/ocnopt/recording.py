@@ -59,7 +59,7 @@ class Studio:
         # other threads may go on with what they do, such as pinning memory for the batches to come
         capturing = torch.cuda.graph(graph, self._pool, self.stream, capture_error_mode="thread_local")
         try:
-            with whole_step.captured(of) as own, capturing:
+            with whole_step.captured(of) as own, _own_workspaces(), capturing:
                 result = run()
             why = wheels.stop()
         except BaseException as error:
@@ -70,12 +70,27 @@ class Studio:
                 raise
             first = error if error.__context__ is None else error.__context__
             return f"the capture failed ({type(first).__name__}: {str(first).splitlines()[0]})"
-        if torch.cuda.is_initialized():  # what a library took for itself in the capture is the graph's, and no more
-            torch._C._cuda_clearCublasWorkspaces()
         if why is not None:
             wheels.undo()
             return why
         return Recording(graph, result, wheels, own)
+
+
+@contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """What the matrix library takes for itself in the block is the graph's: it neither uses what ordinary steps may give
+    back, nor do these use what is the graph's.
+    """
+    _give_up_workspaces()
+    try:
+        yield
+    finally:
+        _give_up_workspaces()
+
+
+def _give_up_workspaces() -> None:
+    if torch.cuda.is_initialized():
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def _mend(device: torch.device) -> None:
