@@ -78,8 +78,8 @@ class Studio:
 
 @contextmanager
 def _own_workspaces() -> Iterator[None]:
-    """What the matrix library takes for itself in the block is the graph's: it neither uses what ordinary steps may give
-    back, nor do these use what is the graph's.
+    """What the matrix library takes for itself in the block is the graph's, which uses nothing of what ordinary steps
+    may give back, nor they what is the graph's.
     """
     _give_up_workspaces()
     try:

@@ -394,3 +394,18 @@ def test_gradients_are_those_of_the_last_step() -> None:
     for batch in batches():
         pair.train([batch])
         assert_same([p.grad for p in pair.graphed.parameters()], [p.grad for p in pair.plain.parameters()])
+
+
+def test_what_ordinary_steps_give_back_is_not_read_by_graphs() -> None:
+    """Workspaces of the matrix library, for one: another capture gives up those of ordinary steps."""
+    pair = Pair(ocn(feedback="nonlinear", rank=2))
+    pair.train(batches(6))
+    other = Pair(ocn(feedback="nonlinear", rank=2))
+    other.train(batches(6))
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    junk = [torch.full((2**20,), torch.nan, device="cuda") for _ in range(64)]
+    pair.train(batches(4))
+    assert pair.reasons[-1] is None
+    pair.compare()
+    assert all(bool(t.isnan().all()) for t in junk)
