@@ -51,10 +51,9 @@ class Scaling:
         self.clear()
 
     def _keep(self, p: Tensor) -> None:
-        known = p in self._kept or p in self._waiting
-        if not known and len(self._kept) + len(self._waiting) >= _PARAMETERS:
-            if p not in self._shared or not _several_processes():
-                return
+        known, others = p in self._kept or p in self._waiting, len(self._kept) + len(self._waiting)
+        if not known and others >= _PARAMETERS and not (p in self._shared and _several_processes()):
+            return
         if not self._wanted() or p.grad is None or _untouched(p):
             return
         if self._is_left_alone(p):
