@@ -61,7 +61,8 @@ def _why_not(tape: Tape, this: Pass) -> str | None:
 
 def taken_in(tape: Tape) -> Intake:
     """What the step is going to read. Nothing is left out that it depends on: see also :func:`why_not`."""
-    kinds: list[Hashable] = []
+    # who acts when, of which some steps want to know nothing else
+    kinds: list[Hashable] = [(tuple(tape.order), tape.flow, tape.flow and tape.flow.version)]
     found: list[Tensor] = []
     for this in tape.passes:
         kinds.append(_make_up(this))

@@ -129,7 +129,7 @@ class Replays:
         def captured() -> None:
             run()
 
-        with known.places.read(opt):
+        with torch.cuda.device(known.places.device), known.places.read(opt):
             graph = self._studio.record(captured, opt, clockwork.flow_of(opt), capture)
         if isinstance(graph, str):
             self.reason = self._failed = graph

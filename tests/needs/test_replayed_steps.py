@@ -299,3 +299,33 @@ def test_a_capture_that_fails_is_an_ordinary_step(monkeypatch: pytest.MonkeyPatc
     train(*theirs, data("residual", 12))
     assert found[-1] == "the capture failed (RuntimeError: no such luck)"
     assert_same(ours, theirs)
+
+
+class Switch(nn.Module):
+    """Its layers run in one order or the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 4)
+        self.first = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.a, self.b) if self.first else (self.b, self.a):
+            x = torch.tanh(layer(x))
+        out: Tensor = self.last(x)
+        return out
+
+
+@pytest.mark.parametrize("game", [{"game": "noncooperative"}, {"bellman": "paper"}, NONLINEAR], ids=str)
+def test_layers_in_another_order(game: dict[str, Any]) -> None:
+    trainings = []
+    for graphed in (None, False):
+        torch.manual_seed(0)
+        model = Switch().double()
+        opt = OCNOpt(model.parameters(), 0.05, model=model, curvature="identity", graphed=graphed, **game)
+        for i, batch in enumerate(batches(40)):
+            model.first = i % 4 != 3
+            train(model, opt, [batch])
+        trainings.append((model, opt))
+    assert trainings[0][1]._replays.captures
+    assert_same(*trainings)
