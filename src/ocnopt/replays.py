@@ -83,9 +83,9 @@ class Replays:
     def _of_kind(self, opt: OCNOpt, players: list[Player], run: Step) -> None:
         taken = intake.Intake((), []) if opt._tape is None else intake.taken_in(opt._tape)
         kind = taken.kind, tuple(players), clockwork.kind(opt), _settings(opt)
-        known = self._kinds.setdefault(kind, Kind())
+        known = self._kinds.get(kind) or self._new(kind)
         if known.places is not None and not known.is_as_it_was(taken.tensors):
-            known = self._kinds[kind] = Kind()
+            known = self._new(kind)
         if known.graph is not None:
             known.graph.replay()
             opt._fallbacks.reasons.update(known.reasons)
@@ -94,23 +94,33 @@ class Replays:
         else:
             self._ordinary(known, taken.tensors, opt, players, run)
 
+    def _new(self, kind: Hashable) -> Kind:
+        if len(self._kinds) > 8 * _MOST:  # each has been seen a few times at most
+            self._kinds = {key: known for key, known in self._kinds.items() if known.places is not None}
+        self._kinds[kind] = known = Kind()
+        return known
+
     def _ordinary(self, known: Kind, taken: list[Tensor], opt: OCNOpt, players: list[Player], run: Step) -> None:
         self.reason, known.seen = "the first steps warm up", known.seen + 1
         if known.seen < _WARM_UP:
             known.readers = readers_of(run())
             return
         params = [p for player in players for p in player.params]
-        held = sum(kind.places is not None for kind in self._kinds.values())
-        if held == _MOST or len(self._kinds) > 8 * _MOST:
-            self.reason = self._failed = "there are steps of too many kinds"
-        elif any(t.device != params[0].device for t in taken):
-            self.reason = self._failed = "what the step reads is not all on the device"
-        if self._failed is not None:
+        if sum(kind.places is not None for kind in self._kinds.values()) == _MOST:
+            self.reason = "there are steps of too many kinds"
             run()
-            return
-        known.places = Places(opt, taken, params, known.readers)
-        known.state = [*((p, p.data_ptr()) for p in params)], clockwork.tensors_of_state(opt, params)
-        self._watched(known.places, opt, run)
+        elif any(t.device != params[0].device for t in taken):
+            self._fail("what the step reads is not all on the device")
+            run()
+        else:
+            known.places = Places(opt, taken, params, known.readers)
+            known.state = [*((p, p.data_ptr()) for p in params)], clockwork.tensors_of_state(opt, params)
+            self._watched(known.places, opt, run)
+
+    def _fail(self, why: str) -> None:
+        """From now on all steps are ordinary ones."""
+        self._forget()
+        self.reason = self._failed = why
 
     def _watched(self, places: Places, opt: OCNOpt, run: Step) -> None:
         """An ordinary step that tells whether it could be captured, and leaves nothing to be built in a capture."""
@@ -118,7 +128,7 @@ class Replays:
         with told_of_waiting(waits), places.read(opt):
             run()
         if waits:
-            self._failed = f"the step waits for the device ({waits[0]})"
+            self._fail(f"the step waits for the device ({waits[0]})")
 
     def _captured(self, known: Kind, opt: OCNOpt, run: Step) -> None:
         assert known.places is not None
@@ -132,7 +142,7 @@ class Replays:
         with torch.cuda.device(known.places.device), known.places.read(opt):
             graph = self._studio.record(captured, opt, clockwork.flow_of(opt), capture)
         if isinstance(graph, str):
-            self.reason = self._failed = graph
+            self._fail(graph)
             run()
             return
         self.captures, known.graph, known.reasons = self.captures + 1, graph, dict(opt._fallbacks.reasons)

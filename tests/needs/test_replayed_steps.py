@@ -281,8 +281,13 @@ def test_steps_of_many_kinds_do_not_fill_the_memory() -> None:
     for _ in range(8):
         for size in range(3, 13):
             train(model, opt, batches(1, size=size))
-    assert opt._replays.captures <= replays._MOST
+    assert opt._replays.captures == replays._MOST
     assert opt._replays.reason == "there are steps of too many kinds"
+    assert train(model, opt, batches(1, size=3)) == [None]
+    for size in range(13, 13 + 10 * replays._MOST):
+        train(model, opt, batches(1, size=size))
+    assert len(opt._replays._kinds) <= 9 * replays._MOST
+    assert train(model, opt, batches(1, size=3)) == [None]
 
 
 def test_a_capture_that_fails_is_an_ordinary_step(monkeypatch: pytest.MonkeyPatch) -> None:
