@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable
 from typing import Any
 
@@ -113,10 +114,16 @@ class Clockwork:
 
     def __init__(self, opt: Optimizer, flow: Flow | None, whole: bool = True) -> None:
         """``whole``: the optimizer's ``step`` is not called when this one is replayed."""
-        self.opt, self._whole = opt, whole
+        self._opt, self._whole = weakref.ref(opt), whole  # which may be what holds this
         self._before = {p: dict(own) for p, own in opt.state.items()}
-        self._game = None if not isinstance(opt, OCNOpt) else _Game(opt, flow)
+        self._game = None if not isinstance(opt, OCNOpt) else _Game(opt, flow, whole)
         self._increments: list[tuple[dict[str, Any], str, float]] = []
+
+    @property
+    def opt(self) -> Optimizer:
+        opt = self._opt()
+        assert opt is not None
+        return opt
 
     def undo(self) -> None:
         self.opt.state.clear()
@@ -153,11 +160,17 @@ class Clockwork:
 class _Game:
     """That of OCNOpt beyond its state."""
 
-    def __init__(self, opt: OCNOpt, flow: Flow | None) -> None:
-        self.opt, self.flow = opt, flow
+    def __init__(self, opt: OCNOpt, flow: Flow | None, whole: bool) -> None:
+        self._opt, self.flow, self._whole = weakref.ref(opt), flow, whole
         self._uses = 0 if self.flow is None else self.flow.uses
         self._before = opt._count, opt._aligner._steps, opt._diagnostics
         self._report: list[tuple[Any, dict[str, Any]]] = []
+
+    @property
+    def opt(self) -> OCNOpt:
+        opt = self._opt()
+        assert opt is not None
+        return opt
 
     def undo(self) -> None:
         opt = self.opt
@@ -167,6 +180,7 @@ class _Game:
 
     def stop(self) -> None:
         found = self.opt._diagnostics
+        found.passing = not self._whole
         self._report = [(each, dict(vars(each))) for each in (found, found.policy, found.kernels) if each is not None]
         self._uses = 0 if self.flow is None else self.flow.uses - self._uses  # from now on: of one step
 

@@ -51,6 +51,7 @@ class Diagnostics:
     sign: float = 1.0  # −1 where the loss is maximised: the game minimises its negative
     failed_refreshes: int = 0  #: eigendecompositions that failed in this step; the last good ones were kept
     actual: Callable[[], float] | None = field(default=None, repr=False)
+    passing: bool = field(default=False, repr=False)  # are its numbers overwritten by the next step?
 
     @property
     def asked(self) -> Tensor | None:

@@ -6,9 +6,9 @@ graph can be replayed for the others, once their tensors are where it reads them
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -43,6 +43,8 @@ def why_not(tape: Tape) -> str | None:
 
 
 def _why_not(tape: Tape, this: Pass) -> str | None:
+    if this.inputs_changed():
+        return "the input of the model was overwritten in place"
     if any(reading.overwritten for reading in (*this.D.values(), *this.readings.values())):
         return "a tensor between the layers was overwritten in place"
     if this.environment is None:
@@ -75,6 +77,7 @@ def taken_in(tape: Tape) -> Intake:
             kinds.append(_arrived(readings.values(), found))
     for record in tape.records:
         kinds.append((record.name, record.occurrence, record.training, record.autocast, record.opaque))
+        kinds.append(_outline((record.args, record.kwargs)))
         kinds.append((*record.h, *record.columns, *record.outputs))
         found += tensors((record.args, record.kwargs))
         for store in (record.h, record.columns, record.outputs):
@@ -117,7 +120,7 @@ def _put_back(record: Record, them: Iterator[Tensor]) -> None:
 
 @contextmanager
 def unharmed(tape: Tape) -> Iterator[None]:
-    """Run a block that uses up what is on the tape; afterwards it is there again."""
+    """Run a block that uses up what is on the tape; afterwards it is there again, be it in other tensors."""
     found = [(each, dict(vars(each))) for each in (*tape.passes, *tape.records)]
     flows = {this.flow: (this.flow.constants, this.flow.fixed) for this in tape.passes if this.flow is not None}
     try:
@@ -134,7 +137,19 @@ def _make_up(this: Pass) -> Hashable:
     version = None if flow is None else flow.version
     modes = () if environment is None else tuple([mode for _, mode in environment.modes])
     how = this.chain, this.whole, this.foreseen, this.split, this.groups is None
-    return this.batch, this.given, tuple(this.order), flow, version, modes, this.autocast, how
+    given = this.given or tuple([t.shape for t in tensors((this.args, this.kwargs))])
+    return this.batch, given, tuple(this.order), flow, version, modes, this.autocast, how
+
+
+def _outline(tree: Any) -> Hashable:
+    """Arguments without the numbers that are in their tensors."""
+    if isinstance(tree, Tensor):
+        return tree.shape
+    if isinstance(tree, (tuple, list)):
+        return type(tree), *map(_outline, tree)
+    if isinstance(tree, Mapping):
+        return tuple([(key, _outline(part)) for key, part in tree.items()])
+    return type(tree), tree if isinstance(tree, Hashable) else id(tree)
 
 
 def _arrived(readings: Iterable[Reading], found: list[Tensor]) -> Hashable:

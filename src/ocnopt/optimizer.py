@@ -322,7 +322,7 @@ class OCNOpt(Optimizer):
             elif players:
                 with without_autocast():
                     if closure is None:
-                        self._replays.step(self, terms, players, lambda: self._step(terms, need, players))
+                        self._replays.step(self, terms, everybody, players, lambda: self._step(terms, need, players))
                     else:
                         self._step(terms, need, players, loss, closure, rng)
         finally:
@@ -468,8 +468,7 @@ class OCNOpt(Optimizer):
         """The last step, layer by layer. Warns if steps were skipped since it was last asked for."""
         self._skips.report(self._alone)
         self._diagnostics.skipped = None if self._skips.total is None else self._skips.total.clone()
-        # the next replay overwrites what a graph has written
-        return self._diagnostics if self._replays.reason is not None else deepcopy(self._diagnostics)
+        return deepcopy(self._diagnostics) if self._diagnostics.passing else self._diagnostics
 
     def summary(self) -> str:
         """Print and return one table: layer, adapter, curvature, stage, parameters, what falls back and why."""

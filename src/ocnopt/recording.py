@@ -69,7 +69,7 @@ class Studio:
             if not isinstance(error, Exception):
                 raise
             first = error if error.__context__ is None else error.__context__
-            return f"the capture failed ({type(first).__name__}: {str(first).splitlines()[0]})"
+            return f"the capture failed ({type(first).__name__}: {(str(first).splitlines() or [''])[0]})"
         if why is not None:
             wheels.undo()
             return why

@@ -21,6 +21,7 @@ from ocnopt.hosts import Host
 from ocnopt.players import Player
 from ocnopt.problem import Problem
 from ocnopt.recording import Recording, Studio, told_of_waiting
+from ocnopt.surroundings import Surroundings
 from ocnopt.terms import Terms
 from ocnopt.whereabouts import Places, readers_of
 
@@ -59,9 +60,9 @@ class Replays:
         none = self._never is not None or self._failed is not None
         return bool(self._looked_at) and not none and not whole_step.announced()
 
-    def step(self, opt: OCNOpt, terms: Terms, players: list[Player], run: Step) -> None:
-        """Make a step: ``run`` would."""
-        self._follow_changes(opt, terms)
+    def step(self, opt: OCNOpt, terms: Terms, everybody: list[Player], players: list[Player], run: Step) -> None:
+        """Make a step of these players, as ``run`` would."""
+        self._follow_changes(opt, terms, everybody)
         self.reason = self._never or self._failed or _why_not_now(opt)
         if self.reason is None:
             failed = clockwork.catch_up(opt)
@@ -72,8 +73,8 @@ class Replays:
         if self.reason is not None and terms.whole["graphed"]:
             self._say(self.reason)
 
-    def _follow_changes(self, opt: OCNOpt, terms: Terms) -> None:
-        looked_at = terms, opt._model, opt._world
+    def _follow_changes(self, opt: OCNOpt, terms: Terms, everybody: list[Player]) -> None:
+        looked_at = terms, opt._model, opt._world, everybody
         if self._looked_at and all(a is b for a, b in zip(looked_at, self._looked_at, strict=True)):
             return
         self._looked_at = looked_at
@@ -84,10 +85,13 @@ class Replays:
         taken = intake.Intake((), []) if opt._tape is None else intake.taken_in(opt._tape)
         kind = taken.kind, tuple(players), clockwork.kind(opt), _settings(opt)
         known = self._kinds.get(kind) or self._new(kind)
-        if known.places is not None and not known.is_as_it_was(taken.tensors):
-            known = self._new(kind)
-        if known.graph is not None:
+        if known.places is not None and not known.is_as_it_was(opt, taken.tensors):
+            known = self._again(kind, known)
+        if self._failed is not None:
+            run()
+        elif known.graph is not None:
             known.graph.replay()
+            known.replays += 1
             opt._fallbacks.reasons.update(known.reasons)
         elif known.places is not None:
             self._captured(known, opt, run)
@@ -99,6 +103,14 @@ class Replays:
             self._kinds = {key: known for key, known in self._kinds.items() if known.places is not None}
         self._kinds[kind] = known = Kind()
         return known
+
+    def _again(self, kind: Hashable, known: Kind) -> Kind:
+        """Something is not where it was. If that is so each time, graphs are of no use."""
+        new = self._new(kind)
+        new.restarts = known.restarts + 1 if known.replays < 2 else 0
+        if new.restarts > 1:
+            self._fail("what the step reads is somewhere else at each step")
+        return new
 
     def _ordinary(self, known: Kind, taken: list[Tensor], opt: OCNOpt, players: list[Player], run: Step) -> None:
         self.reason, known.seen = "the first steps warm up", known.seen + 1
@@ -114,7 +126,7 @@ class Replays:
             run()
         else:
             known.places = Places(opt, taken, params, known.readers)
-            known.state = [*((p, p.data_ptr()) for p in params)], clockwork.tensors_of_state(opt, params)
+            known.surroundings = Surroundings(opt, params)
             self._watched(known.places, opt, run)
 
     def _fail(self, why: str) -> None:
@@ -204,12 +216,12 @@ class Kind:
     places: Places | None = None  # once it is about to be captured
     graph: Recording[None] | None = None
     reasons: dict[str, str] = field(default_factory=dict)  # of what stands in for something in it
-    # parameters with their addresses, and the tensors of their state
-    state: tuple[list[tuple[Tensor, int]], list[tuple[dict[str, Any], str, Tensor]]] = ([], [])
+    surroundings: Surroundings | None = None  # likewise
+    replays: int = 0
+    restarts: int = 0  # how often on end it has come to nothing
 
-    def is_as_it_was(self, taken: list[Tensor]) -> bool:
+    def is_as_it_was(self, opt: OCNOpt, taken: list[Tensor]) -> bool:
         """Is everything where a graph reads it? What is somewhere else at each step is put there."""
-        params, state = self.state
-        there = all(p.data_ptr() == address for p, address in params)
-        there = there and all(own.get(key) is tensor for own, key, tensor in state)
-        return there and self.places is not None and self.places.fill(taken)
+        assert self.places is not None
+        assert self.surroundings is not None
+        return self.surroundings.hold(opt) and self.places.fill(taken)

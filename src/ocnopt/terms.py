@@ -19,6 +19,11 @@ from ocnopt.records import Need
 _values = itemgetter(*(name for name in arguments.NAMES if name != "lr"))  # which schedulers change at every step
 
 
+def _same(a: Any, b: Any) -> bool:
+    """Some write the same number into the groups at each step."""
+    return a is b or (type(a) is type(b) is float and a == b)
+
+
 class Terms:
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
         self.groups = list(groups)
@@ -31,7 +36,7 @@ class Terms:
     def hold(self, groups: Sequence[dict[str, Any]]) -> bool:
         """Are these the same groups, with the same values but for the step size?"""
         same = self._lasting and len(groups) == len(self.groups) and all(map(is_, groups, self.groups))
-        return same and all(all(map(is_, _values(g), known)) for g, known in zip(groups, self._known, strict=True))
+        return same and all(all(map(_same, _values(g), known)) for g, known in zip(groups, self._known, strict=True))
 
     def check(self) -> None:
         """Raise ``ValueError`` for what is not allowed."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from tests.emulated import Graph, emulate
 from tests.replaying import GAMES, assert_same, both, data, make, train
-from tests.toys import batches
+from tests.toys import batches, hooks_on
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -290,19 +293,20 @@ def test_steps_of_many_kinds_do_not_fill_the_memory() -> None:
     assert train(model, opt, batches(1, size=3)) == [None]
 
 
-def test_a_capture_that_fails_is_an_ordinary_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("message", ["no such luck", ""])
+def test_a_capture_that_fails_is_an_ordinary_step(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = make("residual", **NONLINEAR), make("residual", **NONLINEAR, graphed=False)
     settled = Problem.settle
 
     def settle(self: Problem) -> None:
         if whole_step.underway():
-            raise RuntimeError("no such luck")
+            raise RuntimeError(message)
         settled(self)
 
     monkeypatch.setattr(Problem, "settle", settle)
     found = train(*ours, data("residual", 12))
     train(*theirs, data("residual", 12))
-    assert found[-1] == "the capture failed (RuntimeError: no such luck)"
+    assert found[-1] == f"the capture failed (RuntimeError: {message})"
     assert_same(ours, theirs)
 
 
@@ -334,3 +338,186 @@ def test_layers_in_another_order(game: dict[str, Any]) -> None:
         trainings.append((model, opt))
     assert trainings[0][1]._replays.captures
     assert_same(*trainings)
+
+
+# --- what graphs have frozen ---
+
+
+def both_with(change: Callable[[nn.Module, OCNOpt, int], None], make: Callable[..., Any], **options: Any) -> list[Any]:
+    """Two trainings in which something is changed before a step, the first with replays before and after it."""
+    trainings = []
+    for graphed in (None, False):
+        model, opt = make(graphed=graphed, **options)
+        found = []
+        for i, batch in enumerate(batches(30)):
+            change(model, opt, i)
+            found += train(model, opt, [batch])
+        trainings.append((model, opt))
+        if graphed is None:
+            assert found[14] is None, found
+    assert_same(*trainings)
+    return trainings
+
+
+def normed(**options: Any) -> tuple[nn.Module, OCNOpt]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Tanh(), nn.BatchNorm1d(6), nn.Linear(6, 4)).double()
+    model[3].eval()
+    return model, OCNOpt(model.parameters(), 0.05, model=model, curvature="identity", **options)
+
+
+LOOKING = [NONLINEAR, {"rank": 3}, {**NONLINEAR, "rank": 3}]
+
+
+@pytest.mark.parametrize("game", LOOKING, ids=str)
+def test_settings_of_layers(game: dict[str, Any]) -> None:
+    def change(model: Any, opt: OCNOpt, i: int) -> None:
+        if i == 16:
+            model[1].eps = 0.5
+
+    trainings = both_with(change, normed, **game)
+    assert trainings[0][1]._replays.reason is None
+
+
+@pytest.mark.parametrize("game", LOOKING, ids=str)
+def test_buffers_that_are_replaced(game: dict[str, Any]) -> None:
+    def change(model: Any, opt: OCNOpt, i: int) -> None:
+        if i == 16:
+            model[3].running_mean = torch.full((6,), 0.3, dtype=torch.float64)
+
+    trainings = both_with(change, normed, **game)
+    assert trainings[0][1]._replays.reason is None
+
+
+class Averaging(nn.Module):
+    """Puts another tensor in the place of a buffer at each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 4), nn.Linear(4, 3)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+        out: Tensor = self.last(h - self.mean)
+        return out
+
+
+def test_a_buffer_that_is_replaced_at_each_pass() -> None:
+    model, opt = tuned(Averaging())
+    assert train(model, opt, batches(20))[-1] == "what the step reads is somewhere else at each step"
+
+
+def test_weights_that_others_train() -> None:
+    def frozen(**options: Any) -> tuple[nn.Module, OCNOpt]:
+        model, _ = normed()
+        for p in model[0].parameters():
+            p.requires_grad_(False)
+        mine = [p for p in model.parameters() if p.requires_grad]
+        return model, OCNOpt(mine, 0.05, model=model, **NONLINEAR, **options)
+
+    def change(model: Any, opt: OCNOpt, i: int) -> None:
+        if i == 16:
+            model[0].weight.data = model[0].weight.data * 0.5
+
+    both_with(change, frozen)
+
+
+@pytest.mark.parametrize("game", [{}, *LOOKING, {"curvature": "kronecker"}], ids=str)
+def test_state_that_is_cleared(game: dict[str, Any]) -> None:
+    trainings = warm("residual", **game)
+    for model, opt in trainings:
+        opt.state.clear()
+        train(model, opt, data("residual", 9))
+    assert_same(*trainings)
+    assert trainings[0][1].state
+
+
+def test_an_input_that_was_overwritten() -> None:
+    (model, opt), _ = warm("residual", **NONLINEAR)
+    (x, y), *_ = data("residual", 1)
+    opt.zero_grad()
+    cross_entropy(model(x), y).backward()
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        opt.step()
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.last = nn.MultiheadAttention(4, 1, batch_first=True), nn.Linear(4, 3)
+        self.named = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, mask = x[:, :4, None] * torch.ones(4, dtype=x.dtype), torch.zeros(len(x), 4, dtype=torch.bool)
+        mask[:, 3] = True
+        how: dict[str, Any] = {"key_padding_mask": mask} if self.named else {"attn_mask": mask[:4, :4]}
+        out: Tensor = self.last(self.attention(h, h, h, need_weights=False, **how)[0].mean(1))
+        return out
+
+
+def test_arguments_of_layers() -> None:
+    def make(**options: Any) -> tuple[nn.Module, OCNOpt]:
+        torch.manual_seed(0)
+        model = Attending().double()
+        return model, OCNOpt(model.parameters(), 0.05, model=model, rank=2, curvature="identity", **options)
+
+    def change(model: Any, opt: OCNOpt, i: int) -> None:
+        model.named = i >= 16
+
+    trainings = []
+    for graphed in (None, False):
+        model, opt = make(graphed=graphed)
+        for i, (x, y) in enumerate(batches(30, size=4)):
+            change(model, opt, i)
+            train(model, opt, [(x, y)])
+        trainings.append((model, opt))
+    assert_same(*trainings)
+
+
+def test_a_closure_after_replays() -> None:
+    (model, opt), _ = warm("residual", **NONLINEAR)
+    (x, y), *_ = data("residual", 1)
+
+    def closure() -> float:
+        opt.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        return loss.item()
+
+    opt.step(closure)
+    assert opt.diagnostics.actual_change is not None
+
+
+def test_an_optimizer_that_is_forgotten_is_gone_at_once() -> None:
+    ours, theirs = warm("residual", **NONLINEAR)
+    model, there = ours[0], weakref.ref(ours[1])
+    gc.collect()
+    gc.disable()
+    try:
+        del ours
+        assert there() is None
+        assert not hooks_on(model)
+    finally:
+        gc.enable()
+
+
+def test_graphs_of_other_players_are_given_up() -> None:
+    trainings = warm("residual")
+    for model, opt in trainings:
+        for i in range(12):
+            model.block.bias.requires_grad_(i % 2 == 0)  # type: ignore[union-attr]
+            train(model, opt, data("residual", 7))
+    assert trainings[0][1]._replays.reason is None
+    assert len(trainings[0][1]._replays._kinds) < 3
+    assert_same(*trainings)
+
+
+def test_the_same_number_again_is_no_change() -> None:
+    model, opt = make("residual", weight_decay=0.1)
+    for batch in data("residual", 9):
+        opt.param_groups[0]["weight_decay"] = float("0.1")
+        found = train(model, opt, [batch])
+    assert found == [None]
