@@ -247,6 +247,7 @@ class OCNOpt(Optimizer):
         self._model, self._tape, self._roster = None, None, Roster()
         self._arrangement = Arrangement(aligner=self._aligner)
         self._fallbacks, self._seated = Fallbacks(), []
+        self._replays.clear()
 
     def _hook_if_needed(self) -> None:
         if self._model is None or self._tape is not None or not self._need():

@@ -48,6 +48,11 @@ class Replays:
         self._said: set[str] = set()
         self._forget()
 
+    def clear(self) -> None:
+        """Give up all graphs, and forget the model."""
+        self._looked_at = ()
+        self._forget()
+
     def _forget(self) -> None:
         self._kinds: dict[Hashable, Kind] = {}
         self._failed: str | None = None
@@ -171,7 +176,7 @@ def _why_never(opt: OCNOpt, terms: Terms) -> str | None:
     """Why no step of these hyper-parameters can come from a graph."""
     if terms.whole["graphed"] is False:
         return "graphed=False"
-    model = opt._model or nn.Module()
+    model = nn.Module() if opt._model is None else opt._model
     if (why := clockwork.why_never(model, opt) or clockwork.why_not_ours(opt)) is not None:
         return why
     if any(isinstance(module, Host) for module in model.modules()):

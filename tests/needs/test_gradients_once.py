@@ -325,7 +325,7 @@ def test_columns_are_left_as_they_are_only_if_nobody_touched_the_gradient(
         (loss(model(samples())) + penalty).backward()
         after(model)
         names = [(r, n, p.grad) for r in opt._tape.records for n, p in r.module.named_parameters()]
-        with patch("ocnopt.whole_step.underway", lambda: True):  # elsewhere nothing is certain
+        with patch("ocnopt.whole_step.undisturbed", lambda: True):  # elsewhere nothing is certain
             known.extend(nothing_else(*each) for each in names if opt._tape.once.adapters)
         assert not any(nothing_else(*each) for each in names)
         opt.step()

@@ -492,7 +492,7 @@ def test_a_closure_after_replays() -> None:
 
 
 def test_an_optimizer_that_is_forgotten_is_gone_at_once() -> None:
-    ours, theirs = warm("residual", **NONLINEAR)
+    ours, _ = warm("residual", **NONLINEAR)
     model, there = ours[0], weakref.ref(ours[1])
     gc.collect()
     gc.disable()
