@@ -161,7 +161,6 @@ class GraphedStep:
         if before == self._frozen:
             return
         self._forget()
-        self._studio.clear()
         self._why = clockwork.why_not(self.opt)
         if self._why is None:
             if changed := clockwork.changed_options(before, self._frozen):

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch.optim import Optimizer
@@ -20,7 +21,7 @@ from ocnopt.games.flow import Flow
 T = TypeVar("T")
 
 
-@dataclass
+@dataclass(eq=False)
 class Recording(Generic[T]):
     """What was captured: the first step as far as Python is concerned. On the device that is the first replay."""
 
@@ -44,10 +45,7 @@ class Studio:
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self._pool: Any = None
-
-    def clear(self) -> None:
-        """No graph is left: memory that was theirs is given back when the last of what they made is gone."""
-        self._pool = None
+        self._graphs: WeakSet[Recording[Any]] = WeakSet()
 
     def record(
         self, run: Callable[[], T], opt: Optimizer, flow: Flow | None, of: whole_step.Capture | None = None
@@ -55,7 +53,9 @@ class Studio:
         """Capture ``run``, or say why not. Nothing runs on the device. ``of``: less than a whole step."""
         beside.wait()
         wheels, present = Clockwork(opt, flow, of is None or of.whole), torch.cuda.current_stream()
-        graph, self._pool = torch.cuda.CUDAGraph(), self._pool or torch.cuda.graph_pool_handle()
+        if not self._graphs:  # memory is given back with the last of them, and cannot be asked for again
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
         # other threads may go on with what they do, such as pinning memory for the batches to come
         capturing = torch.cuda.graph(graph, self._pool, self.stream, capture_error_mode="thread_local")
         try:
@@ -73,7 +73,9 @@ class Studio:
         if why is not None:
             wheels.undo()
             return why
-        return Recording(graph, result, wheels, own)
+        recording = Recording(graph, result, wheels, own)
+        self._graphs.add(recording)
+        return recording
 
 
 @contextmanager

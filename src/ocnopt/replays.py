@@ -56,8 +56,6 @@ class Replays:
     def _forget(self) -> None:
         self._kinds: dict[Hashable, Kind] = {}
         self._failed: str | None = None
-        if self._studio is not None:
-            self._studio.clear()
 
     @property
     def are_usual(self) -> bool:
@@ -207,9 +205,9 @@ def _why_not_now(opt: OCNOpt) -> str | None:
 
 def _settings(opt: OCNOpt) -> Hashable:
     """What else a step depends on, and kernels that were chosen for it."""
-    rates = tuple([group["lr"] if isinstance(group["lr"], Tensor) else None for group in opt.param_groups])
+    rates = [id(group["lr"]) if isinstance(group["lr"], Tensor) else None for group in opt.param_groups]
     precision = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    return (*map(id, rates), *precision, torch.are_deterministic_algorithms_enabled())
+    return (*rates, *precision, torch.are_deterministic_algorithms_enabled())
 
 
 @dataclass

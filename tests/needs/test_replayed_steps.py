@@ -521,3 +521,15 @@ def test_the_same_number_again_is_no_change() -> None:
         opt.param_groups[0]["weight_decay"] = float("0.1")
         found = train(model, opt, [batch])
     assert found == [None]
+
+
+def test_graphs_share_memory_as_long_as_one_of_them_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory whose last graph is gone is given back, and torch refuses to capture into it."""
+    made: list[object] = []
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: made.append(object()) or made[-1])
+    model, opt = make("residual", **NONLINEAR)
+    train(model, opt, [*data("residual", 13), *data("residual", 13, size=4)])
+    assert (opt._replays.captures, len(made)) == (2, 1)
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    train(model, opt, data("residual", 9))
+    assert (opt._replays.captures, len(made)) == (3, 2)
