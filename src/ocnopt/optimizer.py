@@ -95,7 +95,8 @@ class OCNOpt(Optimizer):
         fused: whole steps in a few kernels of our own, where they can be had: CUDA, Triton, rank 1, identity or
             adaptive curvature. ``False``: operations of torch alone; ``True``: kernels, or an error that says why.
         graphed: on CUDA, steps that repeat themselves are replayed from a CUDA graph, which takes memory for a copy of
-            what the hooks keep of a pass. ``False``: never; ``True``: a warning says why, where it cannot be.
+            what the hooks keep of a pass. ``False``: never; ``True``: however large that is, and a warning says why,
+            where it cannot be.
     """
 
     def __init__(

@@ -42,6 +42,7 @@ class Replays:
     def __init__(self) -> None:
         self.reason: str | None = None  # why the last step did not come from a graph
         self.captures = 0
+        self._on_end = 0  # ordinary steps
         self._studio: Studio | None = None
         self._looked_at: tuple[Any, ...] = ()  # what the answer to ``_never`` depends on
         self._never: str | None = None
@@ -73,7 +74,9 @@ class Replays:
             opt._diagnostics.failed_refreshes += failed
         else:
             run()
-        if self.reason is not None and terms.whole["graphed"]:
+        self._on_end = 0 if self.reason is None else self._on_end + 1
+        lasting = self.reason in (self._never, self._failed) or self._on_end > 2 * _WARM_UP
+        if self.reason is not None and lasting and terms.whole["graphed"]:
             self._say(self.reason)
 
     def _follow_changes(self, opt: OCNOpt, terms: Terms, everybody: list[Player]) -> None:
@@ -123,14 +126,26 @@ class Replays:
         params = [p for player in players for p in player.params]
         if sum(kind.places is not None for kind in self._kinds.values()) == _MOST:
             self.reason = "there are steps of too many kinds"
-            run()
         elif any(t.device != params[0].device for t in taken):
             self._fail("what the step reads is not all on the device")
+        else:
+            self._prepare(known, taken, opt, params)
+        if known.places is None:
             run()
         else:
-            known.places = Places(opt, taken, params, known.readers)
-            known.surroundings = Surroundings(opt, params)
             self._watched(known.places, opt, run)
+
+    def _prepare(self, known: Kind, taken: list[Tensor], opt: OCNOpt, params: list[Tensor]) -> None:
+        """Make room for a graph, if there is enough of it."""
+        copied = taken if known.readers else [*taken, *params]
+        needed, room = sum(t.numel() * t.element_size() for t in copied), _room(params[0].device)
+        if needed > room and opt.param_groups[0]["graphed"] is None:
+            self._fail(f"a copy of what the step reads takes {needed >> 20} MiB: graphed=True makes it all the same")
+            return
+        try:
+            known.places, known.surroundings = Places(opt, taken, params, known.readers), Surroundings(opt, params)
+        except torch.OutOfMemoryError:
+            self._fail("there is too little memory for a copy of what the step reads")
 
     def _fail(self, why: str) -> None:
         """From now on all steps are ordinary ones."""
@@ -168,6 +183,11 @@ class Replays:
         if why not in self._said:
             self._said.add(why)
             warnings.warn(f"graphed=True: {why}", stacklevel=7)
+
+
+def _room(device: torch.device) -> float:
+    """What may be taken unasked for, in bytes: who has large tensors does not wait for launches."""
+    return torch.cuda.get_device_properties(device).total_memory / 32 if device.type == "cuda" else torch.inf
 
 
 def _why_never(opt: OCNOpt, terms: Terms) -> str | None:

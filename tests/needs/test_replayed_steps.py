@@ -272,6 +272,12 @@ def test_hooks_of_others_are_not_replayed() -> None:
     assert train(model, opt, batches(9))[-1] == "others have hooks on the model"
 
 
+@pytest.mark.filterwarnings("error")
+def test_what_does_not_last_is_not_said() -> None:
+    model, opt = make("residual", **NONLINEAR, graphed=True)
+    assert train(model, opt, data("residual", 13))[-1] is None
+
+
 def test_what_is_asked_for_in_vain_is_said_once() -> None:
     model, opt = tuned(Drops(), graphed=True)
     with pytest.warns(UserWarning, match="graphed=True: the model draws random numbers") as caught:
@@ -533,3 +539,21 @@ def test_graphs_share_memory_as_long_as_one_of_them_is_there(monkeypatch: pytest
     opt.load_state_dict(copy.deepcopy(opt.state_dict()))
     train(model, opt, data("residual", 9))
     assert (opt._replays.captures, len(made)) == (3, 2)
+
+
+@pytest.mark.parametrize("graphed", [None, True])
+def test_large_copies_are_made_if_they_are_asked_for(graphed: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replays, "_room", lambda device: 100)
+    model, opt = make("residual", **NONLINEAR, graphed=graphed)
+    found = train(model, opt, data("residual", 13))[-1]
+    assert found is None if graphed else str(found).startswith("a copy of what the step reads takes 0 MiB")
+
+
+def test_too_little_memory_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no more")
+
+    monkeypatch.setattr(replays, "Places", refuse)
+    ours, theirs, reasons = both("residual", data("residual", 13), **NONLINEAR)
+    assert reasons[-1] == "there is too little memory for a copy of what the step reads"
+    assert_same(ours, theirs)
