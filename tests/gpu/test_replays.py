@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -76,5 +77,17 @@ def test_a_scaler() -> None:
             scaler.scale(cross_entropy(model(x), y)).backward()
             scaler.step(opt)
             scaler.update()
+    assert trainings[0][1]._replays.reason is None
+    assert_same(*trainings, rtol=1e-3, atol=1e-4)
+
+
+def test_state_that_is_loaded_is_gone_on_with() -> None:
+    """The graph before it is gone, and its memory with it."""
+    trainings = [make("residual", "cuda", graphed=graphed, feedback="nonlinear", eps=0.1) for graphed in (None, False)]
+    for model, opt in trainings:
+        train(model, opt, data("residual", 13, device="cuda"))
+        opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+        train(model, opt, data("residual", 9, device="cuda"))
+    assert trainings[0][1]._replays.captures == 2
     assert trainings[0][1]._replays.reason is None
     assert_same(*trainings, rtol=1e-3, atol=1e-4)
