@@ -1,9 +1,10 @@
 """CUDA graphs on a CPU, as far as an optimizer can tell: a capture writes down operations and leaves no trace, a replay
-runs them again on the same tensors.
+runs them again on the same memory, whoever may have it by then.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ocnopt import clockwork, recording
 
@@ -22,12 +23,14 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 class Writing(TorchDispatchMode):
-    """Writes operations down. What was there before is kept as it was."""
+    """Writes operations down. What was there before is kept as it was, and known by its address alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[tuple[Any, Any, Any, Any]] = []
-        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+        self.others: dict[int, tuple[torch.UntypedStorage, Tensor, torch.Size]] = {}  # memory of others: see `_known`
+        self._before: list[tuple[Tensor, Tensor]] = []
+        self._written_to: set[int] = set()
         self._made: set[int] = set()
         self._alive: list[Tensor] = []
 
@@ -35,19 +38,36 @@ class Writing(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("operation not permitted when stream is capturing")
+        if func is torch.ops.aten.lift_fresh.default:
+            self._make(args)
         for t in self._written(func, args, kwargs):
-            key = t.untyped_storage().data_ptr()
-            if key not in self._made and key not in self._before:
+            if _memory(t) not in self._made | self._written_to:
+                self._written_to.add(_memory(t))
                 whole = torch.empty(0, dtype=t.dtype).set_(t.untyped_storage())
-                self._before[key] = whole, whole.clone()
-        given = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
+                self._before.append((whole, whole.clone()))
+        given = {_memory(t) for t in _tensors((args, kwargs))}
         out = func(*args, **kwargs)
-        for t in _tensors(out):
-            self._alive.append(t)
-            if t.untyped_storage().data_ptr() not in given:
-                self._made.add(t.untyped_storage().data_ptr())
-        self.operations.append((func, args, kwargs, out))
+        self._make([t for t in _tensors(out) if _memory(t) not in given])
+        self.operations.append((func, *tree_map(self._known, (args, kwargs, out))))
         return out
+
+    def _make(self, tree: Any) -> None:
+        """It belongs to the graph, and lives as long as that."""
+        for t in _tensors(tree):
+            self._made.add(_memory(t))
+            self._alive.append(t)
+
+    def _known(self, t: Any) -> Any:
+        """As a graph knows it: memory of others by its address, which keeps nobody from giving it back."""
+        if not isinstance(t, Tensor) or not t.untyped_storage().nbytes() or _memory(t) in self._made:
+            return t
+        storage = t.untyped_storage()
+        if _memory(t) not in self.others:
+            raw = (ctypes.c_char * storage.nbytes()).from_address(_memory(t))
+            self.others[_memory(t)] = storage, torch.frombuffer(raw, dtype=torch.uint8), t.shape
+        raw_storage = self.others[_memory(t)][1].untyped_storage()
+        with _disable_current_modes():
+            return torch.empty(0, dtype=t.dtype).set_(raw_storage, t.storage_offset(), t.shape, t.stride())
 
     @staticmethod
     def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -56,8 +76,13 @@ class Writing(TorchDispatchMode):
         return _tensors([args[places[a.name]] if places[a.name] < len(args) else kwargs.get(a.name) for a in named])
 
     def undo(self) -> None:
-        for now, before in self._before.values():
+        for now, before in self._before:
             now.copy_(before)
+        self._before.clear()
+
+
+def _memory(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr()
 
 
 class Graph:
@@ -70,6 +95,9 @@ class Graph:
 
     def replay(self) -> None:
         Graph.replays += 1
+        for storage, _, shape in self.writing.others.values():
+            # here it is held on to for this question; on a GPU it would be somebody else's by now
+            assert torch._C._storage_Use_Count(storage._cdata) > 1, f"memory of {shape} is read that was given back"
         with torch.no_grad():
             for func, args, kwargs, out in self.writing.operations:
                 again = func(*args, **kwargs)

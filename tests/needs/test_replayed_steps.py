@@ -451,35 +451,31 @@ def test_an_input_that_was_overwritten() -> None:
 
 
 class Attending(nn.Module):
+    """The same mask by one name or another."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.attention, self.last = nn.MultiheadAttention(4, 1, batch_first=True), nn.Linear(4, 3)
-        self.named = False
+        self.first, self.last = nn.Linear(1, 4), nn.Linear(4, 3)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.name = "key_padding_mask"
 
     def forward(self, x: Tensor) -> Tensor:
-        h, mask = x[:, :4, None] * torch.ones(4, dtype=x.dtype), torch.zeros(len(x), 4, dtype=torch.bool)
-        mask[:, 3] = True
-        how: dict[str, Any] = {"key_padding_mask": mask} if self.named else {"attn_mask": mask[:4, :4]}
-        out: Tensor = self.last(self.attention(h, h, h, need_weights=False, **how)[0].mean(1))
+        h, mask = self.first(x[..., None]), {self.name: torch.eye(5, dtype=torch.bool)}
+        out: Tensor = self.last(self.attention(h, h, h, need_weights=False, **mask)[0].mean(1))
         return out
 
 
 def test_arguments_of_layers() -> None:
-    def make(**options: Any) -> tuple[nn.Module, OCNOpt]:
-        torch.manual_seed(0)
-        model = Attending().double()
-        return model, OCNOpt(model.parameters(), 0.05, model=model, rank=2, curvature="identity", **options)
-
-    def change(model: Any, opt: OCNOpt, i: int) -> None:
-        model.named = i >= 16
-
     trainings = []
     for graphed in (None, False):
-        model, opt = make(graphed=graphed)
-        for i, (x, y) in enumerate(batches(30, size=4)):
-            change(model, opt, i)
-            train(model, opt, [(x, y)])
+        torch.manual_seed(0)
+        model = Attending().double()
+        opt = OCNOpt(model.parameters(), 0.05, model=model, rank=2, graphed=graphed)
+        train(model, opt, batches(16, size=5))
+        model.name = "attn_mask"
+        train(model, opt, batches(12, size=5))
         trainings.append((model, opt))
+    assert trainings[0][1]._replays.captures == 2
     assert_same(*trainings)
 
 
