@@ -470,7 +470,7 @@ def test_arguments_of_layers() -> None:
     for graphed in (None, False):
         torch.manual_seed(0)
         model = Attending().double()
-        opt = OCNOpt(model.parameters(), 0.05, model=model, rank=2, graphed=graphed)
+        opt = OCNOpt(model.parameters(), 0.05, model=model, rank=2, curvature="identity", graphed=graphed)
         train(model, opt, batches(16, size=5))
         model.name = "attn_mask"
         train(model, opt, batches(12, size=5))
