@@ -90,3 +90,17 @@ GAMES += [
     {"curvature": "kronecker", "refresh_every": 12, "factor_every": 2},
     {"curvature": "kronecker", "refresh_every": 4, "feedback": "nonlinear"},
 ]
+
+NONLINEAR: dict[str, Any] = {"feedback": "nonlinear"}
+
+
+def warm(kind: str, **options: Any) -> tuple[tuple[nn.Module, OCNOpt], tuple[nn.Module, OCNOpt]]:
+    """Two trainings, the first of which has come to replays."""
+    ours, theirs, reasons = both(kind, data(kind, 13), **options)
+    assert reasons[-1] is None, reasons
+    return ours, theirs
+
+
+def tuned(model: nn.Module, **options: Any) -> tuple[nn.Module, OCNOpt]:
+    model = model.double()
+    return model, OCNOpt(model.parameters(), 0.05, model=model, **NONLINEAR, **options)

@@ -28,7 +28,7 @@ class Purpose(Enum):
 
 
 class Reader(torch.autograd.Function):
-    """Reads many leaves at once, as far as the graph tells, and computes nothing."""
+    """Reads many leaves at once, as far as the graph tells, and computes nothing. Nobody goes back through it."""
 
     @staticmethod
     def forward(ctx: Any, *leaves: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ class Reader(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:
-        raise NotImplementedError
+        raise RuntimeError("a look at the leaves of a graph has no gradient")
 
 
 class Leaves:

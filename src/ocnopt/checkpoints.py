@@ -68,7 +68,7 @@ class Loading:
                 group["curvature"] = curvature
             if plain(rule) == group["alignment"]:
                 group["alignment"] = rule  # with its reward and its bandit
-        self.optimizer._aligner.load_state_dict(self.saved.get("game", {}), self.optimizer._rules)
+        self.optimizer._aligner.load_state_dict(self.saved.get("game", {}), self.optimizer._now.rules)
         order = [i for g in self.saved["param_groups"] for i in g["params"]]
         params = [p for g in groups for p in g["params"]]
         clocks: dict[tuple[float, torch.device], Tensor] = {}

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ocnopt import arguments
+from ocnopt.capture import Tape
 from ocnopt.distributed import World, check_known, check_steps
+from ocnopt.records import Need
 from ocnopt.terms import Terms
 
 
@@ -18,6 +20,15 @@ def gradients(parameters: Iterable[Tensor]) -> None:
         if grad is not None and (grad.layout != torch.strided or grad.is_complex()):
             kind = "complex" if grad.is_complex() else "sparse"
             raise RuntimeError(f"OCNOpt does not support {kind} gradients (a parameter of shape {tuple(p.shape)})")
+
+
+def weights(tape: Tape | None, need: Need, why: str | None) -> None:
+    """``why``: the argument that looks at layers."""
+    if tape is not None and tape.borrowed and (need.calls or need.states):
+        raise RuntimeError(
+            f"{why} needs passes of the attached model with its own weights, but gradients came "
+            f"through functional_call with others: use rank=1, feedback='linear' and adaptive curvature"
+        )
 
 
 def processes(terms: Terms, world: World | None, wrapper: Callable[[], nn.Module | None]) -> None:

@@ -154,7 +154,7 @@ class Clockwork:
             self.opt._opt_called = True  # type: ignore[attr-defined]  # schedulers want to know
         if self._whole and isinstance(self.opt, OCNOpt):
             self.opt._due = None
-            self.opt._aligner.after_step(self.opt._rules)
+            self.opt._aligner.after_step(self.opt._now.rules)
 
 
 class _Game:

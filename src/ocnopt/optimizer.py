@@ -22,7 +22,7 @@ from ocnopt.diagnostics import Diagnostics
 from ocnopt.distributed import World, unwrapped
 from ocnopt.fallbacks import Fallbacks
 from ocnopt.folding import fold, samples_of
-from ocnopt.games.alignment import Aligner, Alignment, Rules, rules_of
+from ocnopt.games.alignment import Aligner, Rules, rules_of
 from ocnopt.games.game import Game
 from ocnopt.hosts import Host, is_continuous
 from ocnopt.layers import Adapter
@@ -31,11 +31,11 @@ from ocnopt.memory import usage
 from ocnopt.play import Snapshot, play
 from ocnopt.players import Player, find_uses
 from ocnopt.problem import Problem, pose
-from ocnopt.records import Folded, Need, Pass
+from ocnopt.records import Folded, Need
 from ocnopt.rehearsal import is_rehearsal, rehearse
 from ocnopt.remeasure import Remeasure
 from ocnopt.rng import AllRNG
-from ocnopt.roster import Roster
+from ocnopt.roster import Roster, read_in_sums
 from ocnopt.skips import Skips
 from ocnopt.summary import summarise
 from ocnopt.terms import Terms
@@ -144,7 +144,7 @@ class OCNOpt(Optimizer):
         self._reset()
         self._join(process_group)
         super().__init__(params, defaults)
-        if self._rules != rules_of("first") and not arguments.alignment_matters(defaults):
+        if self._now.rules != rules_of("first") and not arguments.alignment_matters(defaults):
             warnings.warn(
                 f"alignment={alignment!r} has no effect with feedback={feedback!r} in a cooperative game, where all "
                 f"layers get the same weight",
@@ -189,7 +189,7 @@ class OCNOpt(Optimizer):
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)  # torch adds it to all optimizers, and this one is not
         if learned:
-            self._aligner.load_state_dict(learned, self._rules)
+            self._aligner.load_state_dict(learned, self._now.rules)
         self.defaults = {**arguments.defaults_of(type(self)), **self.defaults}
         for group in self.param_groups:  # of an older version, which did not know all the arguments
             for name, value in self.defaults.items():
@@ -287,10 +287,7 @@ class OCNOpt(Optimizer):
         """
         if self._now.rank != 1 or len({p.device for p in self._parameters}) > 1:
             return {}
-        readers = [(u, p) for p in self._players() if p.curvature.needs_model for u in p.uses[0] if u.host is None]
-        kept = {use.module_name for use, player in readers if not player.curvature.takes_tallies}
-        found = {use.module_name: use.adapter for use, _ in readers if use.module_name not in kept}
-        return {name: adapter for name, adapter in found.items() if adapter is not None}
+        return read_in_sums(self._players())
 
     def _wants_calls(self) -> bool:
         """Does any curvature look at the layers in the coming step?"""
@@ -347,11 +344,7 @@ class OCNOpt(Optimizer):
             self._looked_at = terms, players
         checks.processes(terms, self._world, self._wrapper)
         why = terms.why_model
-        if self._tape is not None and self._tape.borrowed and (need.calls or need.states):
-            raise RuntimeError(
-                f"{why} needs passes of the attached model with its own weights, but gradients came "
-                f"through functional_call with others: use rank=1, feedback='linear' and adaptive curvature"
-            )
+        checks.weights(self._tape, need, why)
         if need and self._tape is None:
             if self._model is not None:  # the groups were changed since the last forward pass
                 self._hook_if_needed()
@@ -441,7 +434,7 @@ class OCNOpt(Optimizer):
         if not self._need().calls:
             return
         passes = passes_of(tape, group)
-        tape.folded = tape.folded or Folded(Pass(None, order=passes[0].order, flow=passes[0].flow))
+        tape.folded = tape.folded or Folded.after(passes[0])
         with without_autocast():
             world = self._world or World()
             samples = samples_of(tape.folded, passes, self._now.rank, group["accumulate"], world, over=False)
@@ -456,12 +449,8 @@ class OCNOpt(Optimizer):
     def game(self) -> Game:
         """The layers as players: stages, branches that can move, alignment, a drawing."""
         game = self._arrangement.game
-        game.rules, game.tape = self._rules, self._tape
+        game.rules, game.tape = self._now.rules, self._tape
         return game
-
-    @property
-    def _rules(self) -> dict[str, Alignment]:
-        return self._now.rules
 
     # --- looking at it ---
 

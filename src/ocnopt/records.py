@@ -242,6 +242,11 @@ class Folded:
     whole: dict[Tensor, str] = field(default_factory=dict)  # parameters that could not be split, and why
     scale: Tensor | None = None  # as that of a pass
 
+    @classmethod
+    def after(cls, this: Pass) -> Folded:
+        """The first pass is over."""
+        return cls(Pass(None, order=this.order, flow=this.flow))
+
     def of(self, p: Tensor, samples: Samples) -> Tensor | None:
         """``[r, *shape]``, in the scale of the gradients."""
         if p not in self.columns:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ocnopt.fallbacks import Fallbacks
+from ocnopt.layers import Adapter
 from ocnopt.players import Player, gather
 from ocnopt.shelves import Shelves
 
@@ -55,6 +56,14 @@ class Roster:
                 fallbacks.say(alone.name, "the rest of its layer has no gradient", "its curvature is adaptive")
                 acting.append(alone)
         return acting
+
+
+def read_in_sums(players: Sequence[Player]) -> dict[str, Adapter]:
+    """The modules of whose calls curvatures read nothing but sums, with their adapters."""
+    readers = [(u, p) for p in players if p.curvature.needs_model for u in p.uses[0] if u.host is None]
+    kept = {use.module_name for use, player in readers if not player.curvature.takes_tallies}
+    found = {use.module_name: use.adapter for use, _ in readers if use.module_name not in kept}
+    return {name: adapter for name, adapter in found.items() if adapter is not None}
 
 
 def _same_rate(a: float | Tensor, b: float | Tensor) -> bool:
