@@ -316,7 +316,8 @@ class OCNOpt(Optimizer):
         self._check(terms, need := self._need(), everybody)
         try:
             players = self._roster.acting(everybody, self._fallbacks)
-            if players and not self._seen() and is_rehearsal(self.param_groups, self.state):
+            unseen = self._tape is None or not self._tape.passes
+            if players and unseen and is_rehearsal(self.param_groups, self.state):
                 rehearse(players, self.param_groups[0], self.state)
             elif players:
                 with without_autocast():
@@ -371,10 +372,6 @@ class OCNOpt(Optimizer):
     @property
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
-
-    def _seen(self) -> bool:
-        """Did the hooks see a backward pass?"""
-        return self._tape is not None and bool(self._tape.passes)
 
     def _players(self) -> list[Player]:
         return self._roster.players(self.param_groups, self._model)
