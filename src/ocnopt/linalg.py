@@ -90,14 +90,40 @@ def as_allowed(device: torch.device) -> Iterator[None]:
             torch.set_float32_matmul_precision("highest")
 
 
+#: smaller matrices are decomposed sooner than looked at
+_SMALL = 64
+
+
 def safe_eigh(matrix: Tensor) -> tuple[Tensor, Tensor] | None:
     """Eigenvalues and eigenvectors of symmetric positive semi-definite matrices ``[..., n, n]``, or ``None``.
 
     Eigenvalues come back clamped at zero. ``None`` means that the matrix is not finite or that every rung failed.
+
+    Inputs that were never anything but zero (borders of images, taps of a convolution that see nothing but padding)
+    have zeros in their rows and columns: what is left is decomposed without them.
     """
     matrix = symmetrise(matrix)
     if not bool(torch.isfinite(matrix).all()):
         return None
+    n = matrix.shape[-1]
+    seen = matrix.diagonal(dim1=-2, dim2=-1).reshape(-1, n).any(0) if n >= _SMALL else None
+    if seen is None or bool(seen.all()):
+        return _climb(matrix)
+    inside, outside = seen.nonzero()[:, 0], (~seen).nonzero()[:, 0]
+    found = _climb(matrix[..., inside[:, None], inside])
+    return None if found is None else _with_zeros(*found, inside, outside)
+
+
+def _with_zeros(values: Tensor, vectors: Tensor, inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
+    """With the rows and columns that are zero. Their eigenvalues are the smallest, and come first."""
+    zeros, n = len(outside), len(inside) + len(outside)
+    every = vectors.new_zeros(*vectors.shape[:-2], n, n)
+    every[..., outside, torch.arange(zeros, device=outside.device)] = 1
+    every[..., inside, zeros:] = vectors
+    return torch.nn.functional.pad(values, (zeros, 0)), every
+
+
+def _climb(matrix: Tensor) -> tuple[Tensor, Tensor] | None:
     scale = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
     jittered = matrix + scale * eye * 16 * torch.finfo(matrix.dtype).eps

@@ -43,7 +43,7 @@ class Studio:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device, priority=-1)  # goes before eigendecompositions
         self._pool: Any = None
         self._graphs: WeakSet[Recording[Any]] = WeakSet()
 

@@ -29,6 +29,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no round after this time")
     parser.add_argument("--threads", type=int, help="of the CPU; else torch's own setting")
     parser.add_argument("--precision", choices=["high", "highest"], help="of float32 matrix products on a GPU")
+    parser.add_argument("--stream", choices=["default", "own"], help="own: the loop runs on one of high priority")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="times only")
     parser.add_argument("--period", action="store_true", help="time each of 100 steps from refresh to refresh")
     parser.add_argument("--phases", action="store_true", help="where the time goes")

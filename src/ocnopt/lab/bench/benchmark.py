@@ -49,6 +49,7 @@ class Settings:
         budget: seconds after which no round begins, for each network and batch size.
         threads: of the CPU; ``None`` leaves them as they are.
         precision: of float32 matrix products on a GPU: high (TF32) or highest.
+        stream: default, or own, a CUDA stream of high priority that the loop runs on.
         memory: measure peak memory too.
         period: where something is refreshed now and then, time each of 100 steps one by one, instead of one that
             refreshes everything.
@@ -67,6 +68,7 @@ class Settings:
     budget: float = math.inf
     threads: int | None = None
     precision: str = "high"
+    stream: str = "default"
     memory: bool = True
     period: bool = False
     phases: bool = False
@@ -84,8 +86,10 @@ class Settings:
         self._require(self.threads is None or self.threads >= 1, "threads must be at least 1", self.threads)
         self._require(self.clock in CLOCKS, f"clock must be one of {', '.join(CLOCKS)}", self.clock)
         self._require(self.precision in ("high", "highest"), "precision must be high or highest", self.precision)
+        self._require(self.stream in ("default", "own"), "stream must be default or own", self.stream)
         cpu = find_device(self.device).type == "cpu"
         self._require(cpu or self.clock == "wall", "clock: process measures the CPU alone, not a device", self.device)
+        self._require(not cpu or self.stream == "default", "stream: own is a matter of CUDA", self.device)
         if self.growth:
             self._check_growth()
 
@@ -118,14 +122,16 @@ class Settings:
 
     @contextmanager
     def in_force(self) -> Iterator[torch.device]:
-        """Threads and precision as they were asked for, and as they were afterwards."""
+        """Threads, precision and stream as they were asked for, and as they were afterwards."""
         threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
         device = find_device(self.device)
         torch.set_num_threads(self.threads or threads)
         if device.type == "cuda":
             torch.set_float32_matmul_precision(self.precision)
+        own = torch.cuda.Stream(device, priority=-1) if self.stream == "own" else None
         try:
-            yield device
+            with torch.cuda.stream(own):
+                yield device
         finally:
             torch.set_num_threads(threads)
             torch.set_float32_matmul_precision(precision)

@@ -36,6 +36,11 @@ class Precision(StrEnum):
     HIGHEST = "highest"
 
 
+class Stream(StrEnum):
+    DEFAULT = "default"
+    OWN = "own"
+
+
 HELP = shared.help_text(
     """Time and memory of a training step, of OCNOpt and of what you use now.
 
@@ -81,6 +86,7 @@ def command(
     ] = DEFAULTS.budget,
     clock: Annotated[Clock, typer.Option(help="process: CPU time, on a busy machine.")] = Clock.WALL,
     precision: Annotated[Precision, typer.Option(help="Of matrix products on a GPU.")] = Precision.HIGH,
+    stream: Annotated[Stream, typer.Option(help="own: one of high priority, on a GPU.")] = Stream.DEFAULT,
     memory: Annotated[bool, typer.Option("--memory/--no-memory", help="Peak memory too.")] = True,
     period: Annotated[
         bool, typer.Option("--period", help="Time 100 steps one by one, from refresh to refresh.")
@@ -110,6 +116,7 @@ def command(
             budget=budget,
             threads=threads,
             precision=precision.value,
+            stream=stream.value,
             memory=memory,
             period=period,
             phases=phases,
