@@ -21,6 +21,7 @@ from ocnopt.backwards import Backwards, Leaves, sinks_of
 from ocnopt.chain import Ends, is_chain
 from ocnopt.distributed import World
 from ocnopt.environment import Autocast, Environment, is_transforming
+from ocnopt.fused.support import splits_on
 from ocnopt.games.flow import Flow, innermost
 from ocnopt.games.following import Follower
 from ocnopt.groups import Groups
@@ -208,7 +209,8 @@ class Tape:
         this.turn, self._turns = self._turns, self._turns + 1
         this.autocast, rng = Autocast.of(anatomy), AllRNG.capture(anatomy.places.devices)
         if need.rank != 1 and this.batch is not None and not self._reached and not self._several:
-            this.groups, self.once.gram = Groups.of(this.batch, need.rank), need.gram
+            this.groups = Groups.of(this.batch, need.rank)
+            self.once.gram = need.gram and not splits_on(parameters[0].device, this.groups.rank)
         this.rng = rng if need.calls or need.states else None
         this.summed = self.summed() if need.calls and not need.states else {}
         if need.states:

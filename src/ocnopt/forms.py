@@ -14,6 +14,7 @@ from ocnopt import whole_step
 from ocnopt.curvature import Identity
 from ocnopt.curvature.tally import Tally, length_of
 from ocnopt.distributed import World
+from ocnopt.fused import support
 from ocnopt.gradients import Explicit, Gram, GramRow, GroupGradients, Shared
 from ocnopt.groups import Part, Samples
 from ocnopt.hosts import Host
@@ -144,6 +145,7 @@ class Forms:
         self.maximize, self.world, self.seen = maximize, world or World(), seen
         self.ok: Tensor | None = None  # false if the step must leave no trace
         self._columns: dict[tuple[int, str], dict[str, Tensor]] = {}
+        self._of_shelves: dict[int, list[Tensor]] = {}
 
     def calls_of(self, player: Player) -> list[tuple[Part, list[Call]]]:
         """By forward pass, with the rows that are its own."""
@@ -160,6 +162,7 @@ class Forms:
         alone = len(records) == 1 and self.samples.of(records[0].origin).groups == self.samples.groups
         alone = alone and not records[0].columns
         alone = alone and isinstance(player.curvature, Identity) and not player.inside and self.world.size == 1
+        alone = alone and not support.splits_on(player.params[0].device, rank)
         assert player.adapter is not None
         return Gram if alone and player.adapter.prefers_gram(records[0].call(), rank) else Explicit
 
@@ -177,7 +180,7 @@ class Forms:
             known = ok is not None and isinstance(shelf.curvature, Identity)
             return Shared(grads, fractions, self._masked(squares) if known else None)
         if shelf.kind is Explicit:
-            columns = self._all_cleaned([G for player in shelf.players for G in self.columns(player)])
+            columns = self._all_cleaned(self.columns_of(shelf))
             self.world.sum_(columns)
             sums = zip(grads, self._are_sums(shelf), strict=True)
             return Explicit.of(columns, [None if known else g for g, known in sums], fractions)
@@ -192,6 +195,12 @@ class Forms:
         records = [record for use in uses for record in self.calls.by_module.get(use.module_name, ())]
         alone = len(records) == len(uses) == 1 and self.folded is None and self.world.size == 1
         return alone and nothing_else(records[0], uses[0].own_name, p.grad)
+
+    def columns_of(self, shelf: Shelf) -> list[Tensor]:
+        """Of all its players, as they are."""
+        if id(shelf) not in self._of_shelves:
+            self._of_shelves[id(shelf)] = [G for player in shelf.players for G in self.columns(player)]
+        return self._of_shelves[id(shelf)]
 
     def columns(self, player: Player) -> list[Tensor]:
         """``[r, *shape]`` of each parameter of a player, as the tape tells it."""

@@ -19,6 +19,7 @@ from ocnopt.distributed import World
 from ocnopt.forms import Forms
 from ocnopt.fused import support
 from ocnopt.fused.actor import FusedActor
+from ocnopt.fused.lines import lines
 from ocnopt.groups import Samples
 from ocnopt.layers.base import compute_dtype
 from ocnopt.linalg import full_precision
@@ -114,6 +115,10 @@ class Kernels:
         for part in self.parts:
             J, b = part.add_to(J, b)
         return J, b
+
+    def lines(self, precision: Tensor) -> tuple[Tensor, Tensor] | None:
+        """By a kernel, where there is one, and the players are all of a kind."""
+        return lines(self.parts[0], self.stage_of, precision) if len(self.parts) == 1 else None
 
     @cached_property
     def plan(self) -> tuple[Tensor, Tensor]:
@@ -275,10 +280,10 @@ def pose(
     forms = Forms(records, samples, maximize, folded, world, seen)
     shelves = known.of(players, stages, [forms.kind(player) for player in players], state)
     grads = [shelf.parts([p.grad for p in shelf.params if p.grad is not None]) for shelf in shelves]
-    quick = [_fused(shelf, theirs, rank, group) for shelf, theirs in zip(shelves, grads, strict=True)]
+    quick = [_fused(shelf, theirs, forms, group) for shelf, theirs in zip(shelves, grads, strict=True)]
     squares = [multi.squares(g) if q is None else q.squares for g, q in zip(grads, quick, strict=True)]
-    # adjoints too: somebody may have repaired p.grad since
-    adjoints = _adjoints(players, records, folded, rank > 1)
+    # adjoints too: somebody may have repaired p.grad since; kernels see what became of them
+    adjoints = _adjoints(players, records, folded, rank > 1 and None in quick)
     device = players[0].params[0].device
     finite = [multi.moderate(each).to(device) for each in squares]
     if adjoints:
@@ -317,13 +322,17 @@ def pose(
     return Problem(players, stages, actors, fractions, ok, fine, found, checked)
 
 
-def _fused(shelf: Shelf, grads: list[Tensor], rank: int, group: Mapping[str, Any]) -> FusedActor | None:
+def _fused(shelf: Shelf, grads: list[Tensor], forms: Forms, group: Mapping[str, Any]) -> FusedActor | None:
     """One that acts by fused kernels, where that can be had."""
     if shelf.group["fused"] is False:
         return None
-    paper = group["bellman"] == "paper" and group["feedback"] != "off"
-    why = support.why_not(shelf, rank, paper)
-    actor = FusedActor.of(shelf, grads, group["maximize"]) if why is None else None
+    groups, paper = forms.samples.groups, group["bellman"] == "paper" and group["feedback"] != "off"
+    why = support.why_not(shelf, groups.rank, paper, forms.world.size == 1)
+    actor = None
+    if why is None:
+        columns = None if groups.rank == 1 else forms.columns_of(shelf)
+        wide = grads[0].new_empty((), dtype=torch.float32)
+        actor = FusedActor.of(shelf, grads, columns, groups.fractions(wide), group["maximize"])
     if actor is None and shelf.group["fused"]:
         why = why or "gradients or state are not laid out as the parameters are"
         raise RuntimeError(f"fused=True cannot be had for {shelf.players[0].name!r}: {why}")

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from ocnopt.fused import dots
+from ocnopt.groups import Groups
 from ocnopt.layers.base import compute_dtype
 from ocnopt.linalg import without_autocast
 
@@ -118,6 +119,12 @@ class Reading:
         assert adjoint is not None
         assert before is not None
         return products(adjoint, now) - before if self.by_row else product(adjoint, now, less=before)
+
+    def changes(self, now: Tensor, groups: Groups | None, plus: Tensor | None) -> Tensor | None:
+        """The same by groups of rows, and with others ``plus`` it, where there is a kernel for that."""
+        assert self.adjoint is not None
+        assert self.before is not None
+        return dots.changes(self.adjoint, now, self.before, groups, plus)
 
     @property
     def shape(self) -> torch.Size:

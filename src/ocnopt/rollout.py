@@ -47,14 +47,27 @@ class Measure:
         """How many samples a tensor has to have in dimension 0, where it is measured group by group."""
         return None if self.part.rank == 1 else self.part.groups.batch
 
-    def __call__(self, reading: Reading, now: Tensor) -> Tensor:
+    def __call__(self, reading: Reading, now: Tensor, plus: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The change, and that of others ``plus`` it."""
+        if (both := self._at_once(reading, now, plus)) is not None:
+            return both[0], both[1]
         changes = reading.change(now).to(self.like)
         if self.part.rank == 1:
             changes = changes.sum(0, keepdim=True) if changes.dim() else changes.reshape(1)
         else:
             changes = self.part.add(None, self.part.groups.sum(changes))
         changes = changes if self.scale is None else self.scale.to(changes) * changes
-        return changes if self.sign == 1 else self.sign * changes
+        changes = changes if self.sign == 1 else self.sign * changes
+        return changes, changes if plus is None else plus + changes
+
+    def _at_once(self, reading: Reading, now: Tensor, plus: Tensor | None) -> Tensor | None:
+        """By one kernel, where that can be had."""
+        rank, groups = self.part.rank, self.part.groups
+        if self.scale is not None or self.sign != 1 or self.like.dtype != torch.float32:
+            return None
+        if reading.by_row != (rank > 1) or (rank > 1 and groups.rank != rank):  # other passes have other groups
+            return None
+        return reading.changes(now, groups if rank > 1 else None, plus)
 
 
 class InOrder(Rollout):
@@ -157,8 +170,7 @@ class InOrder(Rollout):
         for i, reading in readings.items():
             if i >= len(now) or not self.measure.fits(reading, now[i]):
                 return None
-            change = self.measure(reading, now[i])
-            total = change if total is None else total + change
+            _, total = self.measure(reading, now[i], total)
         return self.measure.zero() if total is None else total
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ocnopt import OCNOpt, readings
 from ocnopt.fused import dots, support
+from ocnopt.groups import Groups
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -57,9 +58,9 @@ def pair(
     return model, plain, ours, fused
 
 
-def _one_pass(model: nn.Module, seed: int) -> None:
+def _one_pass(model: nn.Module, seed: int, batch: int = 8) -> None:
     draw = torch.Generator().manual_seed(seed)
-    x = torch.randn(8, 5, generator=draw).to(DEVICE, next(model.parameters()).dtype)
+    x = torch.randn(batch, 5, generator=draw).to(DEVICE, next(model.parameters()).dtype)
     model.zero_grad()
     model(x).float().add(0.3).square().mean().backward()
 
@@ -120,6 +121,92 @@ def test_a_step(curvature: str, feedback: str, momentum: str, decay: str) -> Non
 )
 def test_options(options: dict[str, Any]) -> None:
     assert_same_step(**options)
+
+
+@pytest.mark.parametrize(
+    ("feedback", "momentum", "decay"),
+    [
+        ("linear", "average", "none"),
+        ("linear", "nesterov", "coupled"),
+        ("nonlinear", "none", "none"),
+        ("nonlinear", "average", "decoupled"),
+        ("nonlinear", "heavy ball", "coupled"),
+    ],
+)
+@pytest.mark.parametrize(("curvature", "rank"), [("identity", 3), ("adaptive", 3), ("adaptive", "full")])
+def test_a_step_by_group(curvature: str, rank: int | str, feedback: str, momentum: str, decay: str) -> None:
+    options = {"curvature": curvature, "rank": rank, "feedback": feedback}
+    assert_same_step(**options, **MOMENTA[momentum], **DECAYS[decay])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"maximize": True},
+        {"maximize": True, "feedback": "nonlinear"},
+        {"players": 3, "weight_decay": 0.1},
+        {"clamp": False, "feedback": "nonlinear", "gauss_newton": 0.3},
+        {"game": "noncooperative", "feedback": "nonlinear"},
+    ],
+    ids=str,
+)
+def test_options_by_group(options: dict[str, Any]) -> None:
+    assert_same_step(rank=3, **options)
+
+
+@pytest.mark.parametrize("curvature", ["identity", "adaptive"])
+def test_gradients_that_are_no_sum_of_groups(curvature: str) -> None:
+    """What somebody has done to them is shared out."""
+    model, plain, ours, fused = pair(rank=3, feedback="nonlinear", curvature=curvature)
+    for net, opt in ((model, plain), (ours, fused)):
+        _one_pass(net, 7)
+        for i, p in enumerate(net.parameters()):
+            p.grad.mul_(0.5).add_(0.01 * i)
+        opt.step()
+    torch.testing.assert_close(found(ours, fused), found(model, plain), rtol=2e-5, atol=5e-7)
+
+
+def test_a_bad_group_leaves_no_trace() -> None:
+    """One that shows in no gradient, since somebody has repaired it."""
+    _, _, model, opt = pair(rank=2)
+    before = values(model), state_of(opt)
+    x = torch.randn(8, 5, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    x[3] = torch.inf
+    model.zero_grad()
+    model(x).square().mean().backward()
+    for p in model.parameters():
+        p.grad.nan_to_num_(0.0, 0.0, 0.0)
+    opt.step()
+    assert_identical((values(model), state_of(opt)), before)
+    with pytest.warns(UserWarning, match=r"1 step\(s\) skipped"):
+        assert opt.diagnostics.skipped_steps == 1
+
+
+@pytest.mark.parametrize("rank", [1, 3, 16])
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_lines(rank: int, decoupled: bool) -> None:
+    """Of the policy: in one kernel, or in operations of torch."""
+    options = {"weight_decay": 0.1, "decoupled_weight_decay": decoupled, "players": 2}
+    _, _, model, opt = pair(steps=1, rank=rank, feedback="nonlinear", **options)
+    opt.param_groups[0]["lr"] = torch.tensor(0.02, device=DEVICE) if decoupled else 0.02
+    _one_pass(model, 5, batch=19)
+    opt.step()
+    policy = opt.diagnostics.policy
+    J, b = policy.J.double(), policy.b.double()
+    starts, slopes = (torch.stack(each).double() for each in policy._lines)
+    assert policy.kernels.lines(policy.precision) is not None
+    torch.testing.assert_close(slopes, torch.linalg.inv(J), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(starts, torch.linalg.solve(J, b), rtol=1e-4, atol=1e-6)
+
+
+def test_lines_of_what_is_not_positive_definite() -> None:
+    _, _, model, opt = pair(steps=1, rank=3, feedback="nonlinear")
+    _one_pass(model, 5)
+    opt.step()
+    kernels, precision = opt.diagnostics.policy.kernels, opt.diagnostics.policy.precision
+    starts, slopes = kernels.lines(-1e6 * precision)
+    assert starts.isnan().all()
+    assert slopes.isnan().all()
 
 
 @pytest.mark.parametrize("curvature", ["identity", "adaptive"])
@@ -217,7 +304,7 @@ def test_gradients_in_another_order() -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"rank": 2}, "rank must be 1"),
+        ({"rank": "full"}, "rank must be 16 or less"),
         ({"bellman": "paper"}, "bellman must be 'consistent'"),
         ({"curvature": "kronecker"}, "curvature must be 'identity' or 'adaptive'"),
     ],
@@ -226,7 +313,7 @@ def test_gradients_in_another_order() -> None:
 def test_what_cannot_be_had_is_said(options: dict[str, Any], why: str) -> None:
     model = network()
     opt = OCNOpt(model.parameters(), model=model, fused=True, **options)
-    _one_pass(model, 0)
+    _one_pass(model, 0, batch=17)
     with pytest.raises(RuntimeError, match=rf"^fused=True cannot be had for '\S+': {why}"):
         opt.step()
     wide = network(torch.float64)
@@ -279,6 +366,25 @@ def test_inner_products(size: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(dots.dot(x, y, less), whole - less, rtol=1e-6, atol=1e-6)
     assert torch.equal(dots.dot(x, y, whole), torch.zeros((), device=DEVICE))  # the same numbers in the same order
     assert dots.dot(x.double(), y.double()) is None
+
+
+@pytest.mark.parametrize("shape", [(7, 1), (7, 3, 5), (5, 9000), (600, 4)])
+@pytest.mark.parametrize("rank", [1, 2, 5])
+def test_changes_by_group(rank: int, shape: tuple[int, ...]) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(shape, generator=draw).to(DEVICE) for _ in range(2))
+    groups = None if rank == 1 else Groups(len(x), rank)
+    each = (x.double() * y.double()).flatten(1).sum(1) - 0.3
+    before = torch.full((len(x),), 0.3, device=DEVICE) if groups else torch.tensor(0.3 * len(x), device=DEVICE)
+    expected = each.sum(0, keepdim=True) if groups is None else groups.sum(each)
+    plus = torch.randn(rank, generator=draw).to(DEVICE)
+    for _ in range(2):
+        found = dots.changes(x, y, before, groups, None)
+        torch.testing.assert_close(found.double(), torch.stack([expected, expected]), rtol=1e-5, atol=1e-4)
+        found = dots.changes(x, y, before, groups, plus)
+        torch.testing.assert_close(found.double(), torch.stack([expected, expected + plus]), rtol=1e-5, atol=1e-4)
+    assert dots.changes(x, y.double(), before, groups, None) is None
+    assert dots.changes(x, torch.ones((), device=DEVICE).expand_as(x), before, groups, None) is None
 
 
 def test_inner_products_of_what_is_not_contiguous() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ocnopt import whole_step
 from ocnopt.actor import Actor, Answer, Products, Scalar
 from ocnopt.curvature import Adaptive
 from ocnopt.fused import support
@@ -26,56 +27,96 @@ class FusedActor(Actor):
     """
 
     grads: list[Tensor]
+    columns: list[Tensor] | None  # of groups of samples, [r, *shape] of each parameter; None: all are one
+    fractions: Tensor  # ν = n/B
     layout: Layout
     sign: int  # −1 where the loss is maximised
     ok: Tensor = field(init=False)
     fine: Tensor = field(init=False)  # the same as a boolean
     table: Table = field(init=False)
-    rows: Tensor = field(init=False)  # [parameters, 4]: g^T C^{-1} g, g^T C^{-1} ℓ, g^T γθ, g^T g
+    _aligned: bool = field(init=False)  # see Table; of the columns, too
+    groups: Tensor = field(init=False)  # [parameters]: addresses of the columns, or anything
+    rows: Tensor = field(init=False)  # [parameters, r² + 2r + 1]: G^T C^{-1} G, G^T C^{-1} ℓ, G^T γθ, squares
     correction: Tensor = field(init=False)  # 1 − μ^t
-    taken: Tensor = field(init=False)  # [parameters]: the weights that they have acted with
+    taken: Tensor = field(init=False)  # [parameters, r]: the weights that they have acted with
 
     @classmethod
-    def of(cls, shelf: Shelf, grads: list[Tensor], maximize: bool) -> FusedActor | None:
+    def of(
+        cls, shelf: Shelf, grads: list[Tensor], columns: list[Tensor] | None, fractions: Tensor, maximize: bool
+    ) -> FusedActor | None:
         """One that has looked at the gradients; or ``None``, where that cannot be done for once."""
         if _starts_late(shelf) or len({g.dtype for g in grads}) > 1:
             return None
         if shelf.layout is None:
             shelf.layout = Layout(shelf.parts(shelf.params), support.kernels().CHUNK)
         moment = Moment(shelf.states[0]["step"], torch.float32, (shelf.group["momentum"], shelf.group["decay"]))
-        actor = cls(shelf, moment, grads, shelf.layout, -1 if maximize else 1)
+        actor = cls(shelf, moment, grads, columns, fractions, shelf.layout, -1 if maximize else 1)
         return actor if actor._look() else None
+
+    @property
+    def rank(self) -> int:
+        return len(self.fractions)
 
     def _look(self) -> bool:
         """Form the products of the recursion."""
-        layout, kernels = self.layout, support.kernels()
-        table = self._table(self.grads)
-        if table is None:
+        layout, table = self.layout, self._table(self.grads)
+        columns = [] if self.columns is None else self.layout.columns(self.columns)
+        if table is None or columns is None:
             return False
-        self.table = table
-        partials = self.grads[0].new_empty(4 * layout.total + 4 * layout.width + 1, dtype=torch.float32)
-        self.rows = partials[-4 * layout.width - 1 : -1].view(-1, 4)
+        self.table, width = table, self.rank**2 + 2 * self.rank + 1
+        self.groups = table.grads if self.columns is None else layout.sent_columns(columns)
+        self._aligned = table.aligned and not any(address % 16 for address in columns)
+        partials = self.grads[0].new_empty(width * (layout.total + layout.width) + 1, dtype=torch.float32)
+        self.rows = partials[-width * layout.width - 1 : -1].view(-1, width)
         self.correction = partials[-1]
         try:
-            kernels.look[layout.total,](
-                table.grads,
-                table.others,
-                layout.chunks,
-                layout.decays(self.decays),
-                self.moment.clock,
-                partials,
-                self.correction,
-                layout.width,
-                layout.total,
-                self.momentum_cost,
-                *self._of_averages,
-                **self._constants,
-            )
+            (self._look_at_all if self.columns is None else self._look_by_group)(partials)
         except Exception as error:  # whatever is missing, a step can be made without
             support.breaks(error)
             return False
-        kernels.add_up[layout.width,](partials, layout.firsts, self.rows, layout.total, BLOCK=256)
         return True
+
+    def _look_at_all(self, partials: Tensor) -> None:
+        layout, kernels = self.layout, support.kernels()
+        kernels.look[layout.total,](
+            self.table.grads,
+            self.table.others,
+            layout.chunks,
+            layout.decays(self.decays),
+            self.moment.clock,
+            partials,
+            self.correction,
+            layout.width,
+            layout.total,
+            self.momentum_cost,
+            *self._of_averages,
+            **self._constants,
+            BLOCK=kernels.BLOCK,
+        )
+        kernels.add_up[layout.width,](partials, layout.firsts, self.rows, layout.total, BLOCK=256)
+
+    def _look_by_group(self, partials: Tensor) -> None:
+        layout, kernels, width = self.layout, support.kernels(), self.rows.shape[1]
+        kernels.look_by_group[layout.total,](
+            self.table.grads,
+            self.groups,
+            self.table.others,
+            layout.chunks,
+            layout.decays(self.decays),
+            self.moment.clock,
+            self.fractions,
+            partials,
+            self.correction,
+            layout.width,
+            self.momentum_cost,
+            *self._of_averages,
+            **self._constants,
+            RANK=self.rank,
+            ROWS=support.MOST_GROUPS,
+            BLOCK=128,
+        )
+        grid = layout.width, -(-width // 16)
+        kernels.add_up_by_group[grid](partials, layout.firsts, self.rows, WIDTH=width, COLUMNS=16, BLOCK=128)
 
     def _table(self, grads: Sequence[Tensor]) -> Table | None:
         momentum = self.zeros_like_parameters("momentum") if self.group["momentum"] else None
@@ -92,7 +133,7 @@ class FusedActor(Actor):
     def let_go(self) -> None:
         """Of the gradients."""
         _ = self._constants
-        self.grads = []
+        self.grads, self.columns = [], None
 
     @property
     def _momentum_correction(self) -> Scalar:
@@ -100,8 +141,8 @@ class FusedActor(Actor):
 
     @property
     def squares(self) -> Tensor:
-        """``[parameters]``: g^T g."""
-        return self.rows[:, 3]
+        """``[parameters]``: g^T g; of groups, with those of the columns."""
+        return self.rows[:, -1]
 
     @property
     def settled_last(self) -> frozenset[str]:
@@ -115,25 +156,30 @@ class FusedActor(Actor):
     def products(self) -> Products:
         rows = torch.where(self.fine, self.rows, 0)
         self.shelf.owners.sum_([rows])
-        K, u, free, _ = rows[:, :, None].unbind(1)
-        costly = self.group["momentum"] or self.has_decay
-        return Products(K[:, :, None], u if costly else None, free if self.has_decoupled_decay else None)
+        r, costly = self.rank, self.group["momentum"] or self.has_decay
+        K, u, free = rows[:, : r * r].unflatten(1, (r, r)), rows[:, r * r :][:, :r], rows[:, r * r + r :][:, :r]
+        return Products(K, u if costly else None, free if self.has_decoupled_decay else None)
 
     # --- acting ---
 
     def apply(self, answer: Answer) -> None:
-        self.taken = torch.empty_like(self.rows[:, 0])
+        self.taken = self.rows.new_empty(len(self.rows), self.rank)
         self._act(answer, 0, self.layout.total, move=True, carry=True)
 
     def coast(self) -> None:
-        self.taken = torch.zeros_like(self.rows[:, 0])
+        self.taken = self.rows.new_zeros(len(self.rows), self.rank)
+
+    @property
+    def _carries(self) -> bool:
+        """Does state go on while they act? A second pass that is captured cannot fail."""
+        return self.has_decay or whole_step.underway()
 
     def steer(self, seats: Sequence[int], answer: Answer) -> None:
         for first, count in self.shelf.chunks(seats):
-            self._act(answer, first, count, move=True, carry=self.has_decay)
+            self._act(answer, first, count, move=True, carry=self._carries)
 
     def settle(self) -> None:
-        if not self.has_decay and (self.group["momentum"] or self._adaptive):
+        if not self._carries and (self.group["momentum"] or self._adaptive):
             self._act(None, 0, self.layout.total, move=False, carry=True)
 
     def _act(self, answer: Answer | None, first: int, count: int, *, move: bool, carry: bool) -> None:
@@ -141,12 +187,15 @@ class FusedActor(Actor):
         layout, lr, mu = self.layout, self.lr, float(self.group["momentum"])
         if isinstance(lr, Tensor) and not lr.is_cuda and self.ok.is_cuda:
             lr = float(lr)  # it is at hand
-        support.kernels().act[count,](
+        kernels = support.kernels()
+        kernels.act[count,](
             self.table.grads,
+            self.groups,
             self.table.others,
             layout.chunks,
             layout.decays(self.decays),
             self.moment.clock,
+            self.fractions,
             self.ok,
             *self._line(answer),
             self.taken,
@@ -165,6 +214,9 @@ class FusedActor(Actor):
             MOVE=move,
             CARRY=carry,
             AGAIN=answer is None,
+            RANK=self.rank,
+            WIDE=support.room_for(self.rank),
+            BLOCK=kernels.BLOCK if self.rank == 1 else 256,
         )
 
     def _line(self, answer: Answer | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -211,9 +263,8 @@ class FusedActor(Actor):
             "AVERAGED": self._averaged,
             "DECAY": self.has_decay,
             "DECOUPLED": self.has_decoupled_decay,
-            "ALIGNED": self.table.aligned,
+            "ALIGNED": self._aligned,
             "CHUNK": kernels.CHUNK,
-            "BLOCK": kernels.BLOCK,
         }
 
 

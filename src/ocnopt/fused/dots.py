@@ -1,4 +1,4 @@
-"""⟨x, y⟩ in one kernel, where torch takes two and a third one for what is taken off; many of them in two."""
+"""⟨x, y⟩ in one kernel, where torch takes two, and more for what is taken off and added; many of them in two."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from torch import Tensor
 
 from ocnopt import whole_step
 from ocnopt.fused import support
+from ocnopt.groups import Groups
 
-#: no more than the last one can add up at once
+#: up to so many work on one sum, or on as many as there are rows
 _PROGRAMS = 512
 
 #: how many lists of sizes are remembered
 _PLANS = 64
 
 
-class _Scratch:
-    """What the programs of a dot product leave for the last of them. Kernels of one stream take turns."""
+class _Arrivals:
+    """How many of the programs of a sum have come, zero between two sums. Kernels of one stream take turns."""
 
     def __init__(self) -> None:
         self._of_stream: dict[tuple[torch.device, int], Tensor] = {}
 
     def on(self, device: torch.device) -> Tensor:
         if device.type != "cuda" or whole_step.capturing():
-            return whole_step.once((_Scratch, device), lambda: self._new(device))
+            return whole_step.once((_Arrivals, device), lambda: self._new(device))
         key = device, torch.cuda.current_stream(device).cuda_stream
         if key not in self._of_stream:
             self._of_stream[key] = self._new(device)
@@ -35,25 +36,39 @@ class _Scratch:
 
     @staticmethod
     def _new(device: torch.device) -> Tensor:
-        """Sums, and a count of those who have come that is zero between two products."""
-        return torch.zeros(_PROGRAMS + 1, dtype=torch.float32, device=device)
+        return torch.zeros((), dtype=torch.int32, device=device)
 
 
-_scratch = _Scratch()
+_arrivals = _Arrivals()
 
 
 def dot(x: Tensor, y: Tensor, less: Tensor | None = None) -> Tensor | None:
     """⟨x, y⟩ of two vectors, less a number, in float32; ``None`` where that cannot be had."""
-    if x.dtype not in support.KINDS or y.dtype not in support.KINDS or support.why_not_on(x.device) is not None:
+    if not can_wait(x, y):
         return None
-    x, y = x.contiguous(), y.contiguous()  # a column, or a number that was expanded
-    kernels, numbers = support.kernels(), x.numel()
-    scratch, result = _scratch.on(x.device), x.new_empty((), dtype=torch.float32)
-    arrivals = scratch[_PROGRAMS:].view(torch.int32)
-    programs = min(max(-(-numbers // kernels.CHUNK), 1), _PROGRAMS)
-    arguments = x, y, scratch if less is None else less, scratch, arrivals, result, numbers
+    found = _sums(x.contiguous(), y.contiguous(), less, None, None)  # a column, or a number that was expanded
+    return None if found is None else found[0, 0]
+
+
+def changes(x: Tensor, y: Tensor, before: Tensor, groups: Groups | None, plus: Tensor | None) -> Tensor | None:
+    """``[2, r]``: ⟨x, y⟩ less what it was before, and that and ``plus``; ``None`` where that cannot be had. ``groups``:
+    of rows, of each of which ``before`` tells; ``None``: all numbers are one.
+    """
+    if not can_wait(x, y) or not in_same_order(x, y) or before.dtype != torch.float32:
+        return None
+    return _sums(x, y, before, groups, plus)
+
+
+def _sums(x: Tensor, y: Tensor, less: Tensor | None, groups: Groups | None, plus: Tensor | None) -> Tensor | None:
+    kernels, (rows, rank) = support.kernels(), (1, 1) if groups is None else (groups.batch, groups.rank)
+    width, most = x.numel() // max(rows, 1), max(_PROGRAMS // max(rows, 1), 1)
+    parts = min(max(-(-width // kernels.CHUNK), 1), most)
+    partials, result = (x.new_empty(size, dtype=torch.float32) for size in (rows * parts, (2, rank)))
+    of_rows = partials if groups is None else groups.of_rows(x.device)
+    arguments = x, y, *(partials if t is None else t for t in (less, of_rows, plus)), partials, _arrivals.on(x.device)
+    how = {"LESS": less is not None, "PLUS": plus is not None, "RANK": rank, "WIDE": support.room_for(rank)}
     try:
-        kernels.dot[programs,](*arguments, LESS=less is not None, CHUNK=kernels.CHUNK, BLOCK=kernels.BLOCK)
+        kernels.change[rows * parts,](*arguments, result, width, parts, CHUNK=kernels.CHUNK, BLOCK=kernels.BLOCK, **how)
     except Exception as error:
         support.breaks(error)
         return None

@@ -10,11 +10,14 @@ from types import ModuleType
 import torch
 
 from ocnopt.curvature import BY_NAME
-from ocnopt.gradients import Shared
+from ocnopt.gradients import Explicit
 from ocnopt.shelves import Shelf
 
 #: of numbers that the kernels read
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
+
+#: columns of group gradients that fit into a program
+MOST_GROUPS = 16
 
 #: why kernels that were tried do not run here
 _broken: str | None = None
@@ -48,10 +51,24 @@ def why_not_on(device: torch.device) -> str | None:
     return _broken
 
 
-def why_not(shelf: Shelf, rank: int, paper: bool) -> str | None:
-    """Why the players of a shelf do not act by fused kernels."""
-    if shelf.kind is not Shared or rank > 1:
-        return "rank must be 1"
+def room_for(rank: int) -> int:
+    """The next power of two."""
+    return 1 << (rank - 1).bit_length()
+
+
+def splits_on(device: torch.device, rank: int) -> bool:
+    """Do kernels take a gradient for each of so many groups?"""
+    return rank <= MOST_GROUPS and why_not_on(device) is None
+
+
+def why_not(shelf: Shelf, rank: int, paper: bool, alone: bool) -> str | None:
+    """Why the players of a shelf do not act by fused kernels. ``alone``: has this process the whole batch?"""
+    if rank > MOST_GROUPS:
+        return f"rank must be {MOST_GROUPS} or less"
+    if rank > 1 and shelf.kind is not Explicit:
+        return "its gradient is not split by groups of samples"
+    if shelf.kind is Explicit and not alone:
+        return "groups of samples are spread over several processes"
     if paper:
         return "bellman must be 'consistent'"
     if shelf.curvature is not BY_NAME["identity"] and shelf.curvature is not BY_NAME["adaptive"]:

@@ -36,7 +36,8 @@ class Layout:
         self._decays: tuple[list[float], Tensor] | None = None
         self._others: tuple[list[list[int]], Tensor, Order | None, bool] | None = None
         self._grads: tuple[list[int], Tensor] | None = None
-        self._pinned: Tensor | None = None  # memory for the table of a graph, which can take none by itself
+        self._columns: tuple[list[int], Tensor] | None = None
+        self._pinned: list[Tensor] = []  # memory for the tables of a graph, which can take none by itself
 
     @property
     def total(self) -> int:
@@ -75,12 +76,37 @@ class Layout:
         mine = [g.data_ptr() for g in grads]
         aligned = aligned and not any(address % 16 for address in mine)
         if whole_step.capturing():
-            whole_step.keep(self.chunks, self.firsts, self._decays, sent, self._pinned)
+            whole_step.keep(self.chunks, self.firsts, self._decays, sent)
             if not whole_step.pointing():
                 return Table(self._sent_by_graph(mine), sent, aligned)
-        elif self._pinned is None and self.device.type == "cuda":
-            self._pinned = torch.empty(self.width, dtype=torch.int64, pin_memory=True)
+        else:
+            self._pin()
         return Table(self._pointing_to(mine), sent, aligned)
+
+    def columns(self, columns: Sequence[Tensor]) -> list[int] | None:
+        """The addresses of group gradients, ``[r, *shape]``, that are one after another, each in the order of its
+        parameter; ``None`` where they are not.
+        """
+        assert self._others is not None
+        order = self._others[2] or []
+        alike = [
+            G.dtype == torch.float32 and G.shape[1:] == shape and G.stride() == (shape.numel(), *strides)
+            for G, (shape, strides) in zip(columns, order, strict=True)
+        ]
+        return [G.data_ptr() for G in columns] if all(alike) else None
+
+    def sent_columns(self, row: list[int]) -> Tensor:
+        """Of group gradients, which a graph has in the same place at each step."""
+        if whole_step.capturing():
+            return self._sent_by_graph(row)
+        if self._columns is None or self._columns[0] != row:
+            self._columns = row, self._sent(row)
+        return self._columns[1]
+
+    def _pin(self) -> None:
+        """For gradients, and for those of groups."""
+        while len(self._pinned) < 2 and self.device.type == "cuda":
+            self._pinned.append(torch.empty(self.width, dtype=torch.int64, pin_memory=True))
 
     def _pointing_to(self, row: list[int]) -> Tensor:
         """In the same place at each step, for graphs that read it there."""
@@ -99,8 +125,9 @@ class Layout:
         """Whenever it runs."""
         if self.device.type != "cuda":
             return torch.tensor(row)
-        assert self._pinned is not None, "an ordinary step comes before one that is captured"
-        pinned, self._pinned = self._pinned, None
+        assert self._pinned, "an ordinary step comes before one that is captured"
+        pinned = self._pinned.pop()
+        whole_step.keep(pinned)
         return pinned.copy_(torch.tensor(row)).to(self.device, non_blocking=True)
 
     def _order(self, params: Sequence[Tensor] | None, *state: Sequence[Tensor] | None) -> Order | None:

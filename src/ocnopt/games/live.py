@@ -45,6 +45,7 @@ class Live:
         self.records: dict[tuple[str, int], Record] = {}  # by call
         self.terms: dict[int, list[Term]] = defaultdict(list)  # by the slot of the source
         self._alive: list[tuple[int, Tensor]] = []  # the last stage of each term, and its part of s
+        self._sum: Tensor | None = None  # of these
         self._run = Run(self.program, tape.model, tensors((this.args, this.kwargs)), this.draws)
         edges = placed.edges
         if this.watched is not None and edges.among(this.watched):
@@ -100,18 +101,21 @@ class Live:
         probed = source.op == "call_module" or any(layer.all_input_nodes[0] is source for layer in layers)
         return probed and all(each.by_row for each in readings)
 
-    def s(self, k: int) -> list[Tensor]:
-        """⟨∂L/∂e, δe⟩ of the edges that stage k sees."""
-        self._alive = [(last, part) for last, part in self._alive if last >= k]
-        return [part for _, part in self._alive]
+    def s(self, k: int) -> Tensor | None:
+        """Σ⟨∂L/∂e, δe⟩ over the edges that stage k sees; ``None``: there are none."""
+        alive = [(last, part) for last, part in self._alive if last >= k]
+        if len(alive) < len(self._alive) or self._sum is None:  # few are alive at a time
+            self._alive, self._sum = alive, reduce(torch.add, [part for _, part in alive]) if alive else None
+        return self._sum
 
-    def advance(self, calls: Sequence[Call], measure: Measure) -> None:
-        """Run the operations of one stage."""
+    def advance(self, k: int, calls: Sequence[Call], measure: Measure) -> None:
+        """Run the operations of stage k."""
         for call in calls:
             value = self._run.value(call)
             for term in self.terms.pop(call.slot, ()):
                 if term.reading.shape == value.shape:
-                    self._alive.append((term.last, measure(term.reading, value)))
+                    part, self._sum = measure(term.reading, value, self.s(k + 1))
+                    self._alive.append((term.last, part))
                 else:
                     self.flow.fixed = "the shapes of its tensors depend on their values"
             self._run.forget(call)
@@ -138,11 +142,10 @@ def roll_out(
         with first.tape.following(Rollout()), first.this.environment.repeated():
             for k, calls in enumerate(zip(*(live.program.stages for live in passes), strict=True), start=-1):
                 if k in stages.at:
-                    seen = [part for live in passes for part in live.s(k)]
-                    # few are alive at a time
+                    seen = [part for live in passes if (part := live.s(k)) is not None]
                     act(stages.at[k], reduce(torch.add, seen if base is zero and seen else [base, *seen]))
                 for live, theirs, measure in zip(passes, calls, measures, strict=True):
-                    live.advance(theirs, measure)
+                    live.advance(k, theirs, measure)
     except Exception as error:
         for live in passes:
             live.flow.fixed = f"running it stage by stage failed ({error})"  # from the next step on

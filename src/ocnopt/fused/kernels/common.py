@@ -1,0 +1,28 @@
+"""What the kernels share."""
+
+import torch
+import triton
+import triton.language as tl
+
+#: numbers of a parameter that one program looks at, and how many of them at a time
+CHUNK, BLOCK = 4096, 1024
+
+#: do the kernels run in Triton's interpreter, on the CPU?
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+#: what parameters and gradients may be of
+KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def located(chunks, i, CHUNK: tl.constexpr):
+    """Which parameter, and from where to where."""
+    return tl.load(chunks + 3 * i), tl.load(chunks + 3 * i + 1) * CHUNK, tl.load(chunks + 3 * i + 2)
+
+
+@triton.jit
+def pointer(addresses, which, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    found = tl.load(addresses + which).to(tl.pointer_type(KIND))
+    if ALIGNED:
+        found = tl.multiple_of(found, 16)
+    return found

@@ -1,0 +1,106 @@
+"""Inner products."""
+
+import triton
+import triton.language as tl
+
+from ocnopt.fused.kernels.common import pointer
+
+
+@triton.jit(do_not_specialize=["width", "parts"])
+def change(
+    x,
+    y,
+    before,
+    group_of,
+    plus,
+    partials,
+    arrivals,
+    result,
+    width,
+    parts,
+    LESS: tl.constexpr,
+    PLUS: tl.constexpr,
+    RANK: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """⟨x_i, y_i⟩ of each row, of ``width`` numbers, less ``before``, added up by group of rows. ``result: [2,
+    RANK]``: the sums, and these and ``plus``. There are ``parts`` programs for each row; the last of all adds up.
+    """
+    i, programs = tl.program_id(0), tl.num_programs(0)
+    x += (i // parts).to(tl.int64) * width
+    y += (i // parts).to(tl.int64) * width
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in range(i % parts * CHUNK, width, parts * CHUNK):
+        for j in range(0, CHUNK, BLOCK):
+            at = start + j + tl.arange(0, BLOCK)
+            inside = at < width
+            here = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+            sums += here * tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(partials + i, tl.sum(sums))
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals, 1, sem="acq_rel") == programs - 1:
+        group = tl.arange(0, WIDE)
+        there = group < RANK
+        found = tl.zeros([WIDE], tl.float32)
+        for start in range(0, programs, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            inside = at < programs
+            part = tl.load(partials + at, mask=inside, other=0.0, volatile=True)
+            if RANK == 1:
+                found += tl.sum(part)
+            else:
+                row = at // parts
+                if LESS:
+                    part -= tl.load(before + row, mask=inside & (at % parts == 0), other=0.0)
+                mine = tl.load(group_of + row, mask=inside, other=-1)
+                found += tl.sum(tl.where(mine[None, :] == group[:, None], part[None, :], 0.0), 1)
+        if LESS and RANK == 1:  # at last, so that nothing is left where nothing has changed
+            found -= tl.load(before)
+        tl.store(result + group, found, mask=there)
+        if PLUS:
+            found += tl.load(plus + group, mask=there, other=0.0)
+        tl.store(result + RANK + group, found, mask=there)
+        tl.store(arrivals, 0)  # for the next time
+
+
+@triton.jit
+def dots(
+    addresses,
+    shares,
+    partials,
+    pairs,
+    X: tl.constexpr,
+    Y: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Inner products of many pairs, or of rows of them. ``addresses: [2, pairs]``. ``shares: [programs, 5]``: the pair,
+    the row's first number, which of the programs of the row it is, how many these are, and the numbers in the row. Each
+    leaves its part of the sum, which is made of the same parts as that of a single product.
+    """
+    i = tl.program_id(0)
+    which, offset = tl.load(shares + 5 * i), tl.load(shares + 5 * i + 1)
+    first, programs, numbers = tl.load(shares + 5 * i + 2), tl.load(shares + 5 * i + 3), tl.load(shares + 5 * i + 4)
+    if ALIGNED:
+        offset = tl.multiple_of(offset, 16)
+    x = pointer(addresses, which, X, ALIGNED) + offset
+    y = pointer(addresses + pairs, which, Y, ALIGNED) + offset
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in range(first * CHUNK, numbers, programs * CHUNK):
+        for j in range(0, CHUNK, BLOCK):
+            at = start + j + tl.arange(0, BLOCK)
+            inside = at < numbers
+            here = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+            sums += here * tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(partials + i, tl.sum(sums))
+
+
+@triton.jit
+def sums(partials, firsts, results, BLOCK: tl.constexpr):
+    """Of the parts of each product: no more than a block."""
+    i, at = tl.program_id(0), tl.arange(0, BLOCK)
+    start, end = tl.load(firsts + i), tl.load(firsts + i + 1)
+    tl.store(results + i, tl.sum(tl.load(partials + start + at, mask=start + at < end, other=0.0)))
