@@ -120,11 +120,13 @@ class Reading:
         assert before is not None
         return products(adjoint, now) - before if self.by_row else product(adjoint, now, less=before)
 
-    def changes(self, now: Tensor, groups: Groups | None, plus: Tensor | None) -> Tensor | None:
-        """The same by groups of rows, and with others ``plus`` it, where there is a kernel for that."""
+    def changes(
+        self, now: Tensor, groups: Groups | None, scale: Tensor | None, sign: float, plus: Tensor | None
+    ) -> Tensor | None:
+        """The same by groups of rows, scaled, and with others ``plus`` it, where there is a kernel for that."""
         assert self.adjoint is not None
         assert self.before is not None
-        return dots.changes(self.adjoint, now, self.before, groups, plus)
+        return dots.changes(self.adjoint, now, self.before, groups, scale, sign, plus)
 
     @property
     def shape(self) -> torch.Size:

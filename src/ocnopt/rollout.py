@@ -63,11 +63,11 @@ class Measure:
     def _at_once(self, reading: Reading, now: Tensor, plus: Tensor | None) -> Tensor | None:
         """By one kernel, where that can be had."""
         rank, groups = self.part.rank, self.part.groups
-        if self.scale is not None or self.sign != 1 or self.like.dtype != torch.float32:
+        if self.like.dtype != torch.float32 or reading.by_row != (rank > 1):
             return None
-        if reading.by_row != (rank > 1) or (rank > 1 and groups.rank != rank):  # other passes have other groups
+        if rank > 1 and groups.rank != rank:  # other passes have other groups
             return None
-        return reading.changes(now, groups if rank > 1 else None, plus)
+        return reading.changes(now, groups if rank > 1 else None, self.scale, self.sign, plus)
 
 
 class InOrder(Rollout):

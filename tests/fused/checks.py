@@ -182,7 +182,7 @@ def test_a_bad_group_leaves_no_trace() -> None:
         assert opt.diagnostics.skipped_steps == 1
 
 
-@pytest.mark.parametrize("rank", [1, 3, 16])
+@pytest.mark.parametrize("rank", [1, 3, 8])
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_lines(rank: int, decoupled: bool) -> None:
     """Of the policy: in one kernel, or in operations of torch."""
@@ -304,7 +304,7 @@ def test_gradients_in_another_order() -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"rank": "full"}, "rank must be 16 or less"),
+        ({"rank": "full"}, "rank must be 8 or less"),
         ({"bellman": "paper"}, "bellman must be 'consistent'"),
         ({"curvature": "kronecker"}, "curvature must be 'identity' or 'adaptive'"),
     ],
@@ -368,7 +368,7 @@ def test_inner_products(size: int, dtype: torch.dtype) -> None:
     assert dots.dot(x.double(), y.double()) is None
 
 
-@pytest.mark.parametrize("shape", [(7, 1), (7, 3, 5), (5, 9000), (600, 4)])
+@pytest.mark.parametrize("shape", [(7, 3, 5), (5, 9000), (130, 1)])
 @pytest.mark.parametrize("rank", [1, 2, 5])
 def test_changes_by_group(rank: int, shape: tuple[int, ...]) -> None:
     draw = torch.Generator().manual_seed(0)
@@ -379,12 +379,13 @@ def test_changes_by_group(rank: int, shape: tuple[int, ...]) -> None:
     expected = each.sum(0, keepdim=True) if groups is None else groups.sum(each)
     plus = torch.randn(rank, generator=draw).to(DEVICE)
     for _ in range(2):
-        found = dots.changes(x, y, before, groups, None)
+        found = dots.changes(x, y, before, groups)
         torch.testing.assert_close(found.double(), torch.stack([expected, expected]), rtol=1e-5, atol=1e-4)
-        found = dots.changes(x, y, before, groups, plus)
-        torch.testing.assert_close(found.double(), torch.stack([expected, expected + plus]), rtol=1e-5, atol=1e-4)
-    assert dots.changes(x, y.double(), before, groups, None) is None
-    assert dots.changes(x, torch.ones((), device=DEVICE).expand_as(x), before, groups, None) is None
+        found = dots.changes(x, y, before, groups, torch.tensor(0.5, device=DEVICE), -1.0, plus)
+        scaled = -0.5 * expected
+        torch.testing.assert_close(found.double(), torch.stack([scaled, scaled + plus]), rtol=1e-5, atol=1e-4)
+    assert dots.changes(x, y.double(), before, groups) is None
+    assert dots.changes(x, torch.ones((), device=DEVICE).expand_as(x), before, groups) is None
 
 
 def test_inner_products_of_what_is_not_contiguous() -> None:

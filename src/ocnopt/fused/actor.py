@@ -66,6 +66,8 @@ class FusedActor(Actor):
         self.table, width = table, self.rank**2 + 2 * self.rank + 1
         self.groups = table.grads if self.columns is None else layout.sent_columns(columns)
         self._aligned = table.aligned and not any(address % 16 for address in columns)
+        if self.columns is not None and any(p.numel() % 4 for p in self.params):
+            self._aligned = False
         partials = self.grads[0].new_empty(width * (layout.total + layout.width) + 1, dtype=torch.float32)
         self.rows = partials[-width * layout.width - 1 : -1].view(-1, width)
         self.correction = partials[-1]
@@ -112,8 +114,8 @@ class FusedActor(Actor):
             *self._of_averages,
             **self._constants,
             RANK=self.rank,
-            ROWS=support.MOST_GROUPS,
-            BLOCK=128,
+            WIDE=support.room_for(self.rank),
+            BLOCK=128,  # a thread a number, with all that comes of it in registers
         )
         grid = layout.width, -(-width // 16)
         kernels.add_up_by_group[grid](partials, layout.firsts, self.rows, WIDTH=width, COLUMNS=16, BLOCK=128)
@@ -188,7 +190,7 @@ class FusedActor(Actor):
         if isinstance(lr, Tensor) and not lr.is_cuda and self.ok.is_cuda:
             lr = float(lr)  # it is at hand
         kernels = support.kernels()
-        kernels.act[count,](
+        kernels.act[count, kernels.CHUNK // kernels.BLOCK](
             self.table.grads,
             self.groups,
             self.table.others,
@@ -216,7 +218,7 @@ class FusedActor(Actor):
             AGAIN=answer is None,
             RANK=self.rank,
             WIDE=support.room_for(self.rank),
-            BLOCK=kernels.BLOCK if self.rank == 1 else 256,
+            BLOCK=kernels.BLOCK,
         )
 
     def _line(self, answer: Answer | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -46,33 +46,70 @@ def dot(x: Tensor, y: Tensor, less: Tensor | None = None) -> Tensor | None:
     """⟨x, y⟩ of two vectors, less a number, in float32; ``None`` where that cannot be had."""
     if not can_wait(x, y):
         return None
-    found = _sums(x.contiguous(), y.contiguous(), less, None, None)  # a column, or a number that was expanded
+    found = _sums(x.contiguous(), y.contiguous(), less)  # a column, or a number that was expanded
     return None if found is None else found[0, 0]
 
 
-def changes(x: Tensor, y: Tensor, before: Tensor, groups: Groups | None, plus: Tensor | None) -> Tensor | None:
-    """``[2, r]``: ⟨x, y⟩ less what it was before, and that and ``plus``; ``None`` where that cannot be had. ``groups``:
-    of rows, of each of which ``before`` tells; ``None``: all numbers are one.
+def changes(
+    x: Tensor,
+    y: Tensor,
+    before: Tensor,
+    groups: Groups | None,
+    scale: Tensor | None = None,
+    sign: float = 1.0,
+    plus: Tensor | None = None,
+) -> Tensor | None:
+    """``[2, r]``: ⟨x, y⟩ less what it was before, scaled, and that and ``plus``; ``None`` where that cannot be had.
+
+    Args:
+        groups: of rows, of each of which ``before`` tells; ``None``: all numbers are one.
     """
     if not can_wait(x, y) or not in_same_order(x, y) or before.dtype != torch.float32:
         return None
-    return _sums(x, y, before, groups, plus)
+    if scale is not None and scale.device != x.device:
+        return None
+    return _sums(x, y, before, groups, scale, sign, plus)
 
 
-def _sums(x: Tensor, y: Tensor, less: Tensor | None, groups: Groups | None, plus: Tensor | None) -> Tensor | None:
+def _sums(
+    x: Tensor,
+    y: Tensor,
+    less: Tensor | None,
+    groups: Groups | None = None,
+    scale: Tensor | None = None,
+    sign: float = 1.0,
+    plus: Tensor | None = None,
+) -> Tensor | None:
     kernels, (rows, rank) = support.kernels(), (1, 1) if groups is None else (groups.batch, groups.rank)
-    width, most = x.numel() // max(rows, 1), max(_PROGRAMS // max(rows, 1), 1)
-    parts = min(max(-(-width // kernels.CHUNK), 1), most)
+    width = x.numel() // max(rows, 1)
+    parts = _programs(width, kernels.BLOCK, max(_PROGRAMS // max(rows, 1), 1))
     partials, result = (x.new_empty(size, dtype=torch.float32) for size in (rows * parts, (2, rank)))
-    of_rows = partials if groups is None else groups.of_rows(x.device)
-    arguments = x, y, *(partials if t is None else t for t in (less, of_rows, plus)), partials, _arrivals.on(x.device)
-    how = {"LESS": less is not None, "PLUS": plus is not None, "RANK": rank, "WIDE": support.room_for(rank)}
+    of_rows = None if groups is None else groups.of_rows(x.device)
+    given = [partials if t is None else t for t in (less, of_rows, scale, plus)]
+    how = {"LESS": less is not None, "SCALED": scale is not None, "SIGN": sign, "PLUS": plus is not None, "RANK": rank}
     try:
-        kernels.change[rows * parts,](*arguments, result, width, parts, CHUNK=kernels.CHUNK, BLOCK=kernels.BLOCK, **how)
+        kernels.change[rows * parts,](
+            x,
+            y,
+            *given,
+            partials,
+            _arrivals.on(x.device),
+            result,
+            width,
+            parts,
+            **how,
+            WIDE=support.room_for(rank),
+            BLOCK=kernels.BLOCK,
+        )
     except Exception as error:
         support.breaks(error)
         return None
     return result
+
+
+def _programs(numbers: int, block: int, most: int = _PROGRAMS) -> int:
+    """That work on a sum of so many."""
+    return min(max(-(-numbers // block), 1), most)
 
 
 class Pair(NamedTuple):
@@ -101,14 +138,14 @@ def in_same_order(x: Tensor, y: Tensor) -> bool:
 def dots(pairs: Sequence[Pair]) -> list[Tensor] | None:
     """⟨x, y⟩ of each, in float32, on one device and of the same dtypes; ``None`` where that cannot be had."""
     kernels, (x, y, _) = support.kernels(), pairs[0]
-    plan = _plans.of(x.device, tuple([(pair.x.numel(), pair.rows) for pair in pairs]), kernels.CHUNK)
+    plan = _plans.of(x.device, tuple([(pair.x.numel(), pair.rows) for pair in pairs]), kernels.BLOCK)
     row = [pair.x.data_ptr() for pair in pairs] + [pair.y.data_ptr() for pair in pairs]
     addresses = None if plan is None else plan.addresses(row)
     if plan is None or addresses is None:
         return None
     partials = torch.empty(len(plan.shares), dtype=torch.float32, device=x.device)
     results = torch.empty(plan.products, dtype=torch.float32, device=x.device)
-    how = {"X": kernels.KINDS[x.dtype], "Y": kernels.KINDS[y.dtype], "CHUNK": kernels.CHUNK, "BLOCK": kernels.BLOCK}
+    how = {"X": kernels.KINDS[x.dtype], "Y": kernels.KINDS[y.dtype], "BLOCK": kernels.BLOCK}
     aligned = plan.aligned and not any(address % 16 for address in row)
     try:
         kernels.dots[len(partials),](addresses, plan.shares, partials, len(pairs), ALIGNED=aligned, **how)
@@ -127,12 +164,12 @@ Sizes = tuple[tuple[int, int], ...]
 class _Plan:
     """Who adds up what, for pairs of these sizes."""
 
-    def __init__(self, device: torch.device, sizes: Sizes, chunk: int) -> None:
+    def __init__(self, device: torch.device, sizes: Sizes, block: int) -> None:
         self.device, self._pairs = device, len(sizes)
         shares, counts = [], []
         for which, (numbers, rows) in enumerate(sizes):
             width = numbers // max(rows, 1)
-            programs = min(max(-(-width // chunk), 1), _PROGRAMS)
+            programs = _programs(width, block)
             starts, firsts = torch.meshgrid(torch.arange(rows or 1) * width, torch.arange(programs), indexing="ij")
             fixed = [torch.full_like(starts, number) for number in (which, programs, width)]
             shares.append(torch.stack([fixed[0], starts, firsts, *fixed[1:]], -1).reshape(-1, 5))
@@ -166,12 +203,12 @@ class _Plans:
     def __init__(self) -> None:
         self._known: dict[tuple[Sizes, torch.device, int], _Plan] = {}
 
-    def of(self, device: torch.device, sizes: Sizes, chunk: int) -> _Plan | None:
+    def of(self, device: torch.device, sizes: Sizes, block: int) -> _Plan | None:
         if device.type == "cuda" and whole_step.capturing():  # a graph can make none
             return next((plan for key, plan in self._known.items() if key[:2] == (sizes, device)), None)
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         key = sizes, device, stream
-        self._known[key] = plan = self._known.pop(key, None) or _Plan(device, sizes, chunk)
+        self._known[key] = plan = self._known.pop(key, None) or _Plan(device, sizes, block)
         if len(self._known) > _PLANS:
             del self._known[next(iter(self._known))]
         return plan

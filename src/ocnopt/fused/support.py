@@ -16,8 +16,8 @@ from ocnopt.shelves import Shelf
 #: of numbers that the kernels read
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
-#: columns of group gradients that fit into a program
-MOST_GROUPS = 16
+#: groups whose products fit into the registers of a program
+MOST_GROUPS = 8
 
 #: why kernels that were tried do not run here
 _broken: str | None = None

@@ -144,7 +144,7 @@ def look_by_group(
     DECOUPLED: tl.constexpr,
     ALIGNED: tl.constexpr,
     RANK: tl.constexpr,
-    ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -168,12 +168,14 @@ def look_by_group(
     gamma = 0.0
     if DECAY or DECOUPLED:
         gamma = tl.load(decays + which)
-    group = tl.arange(0, ROWS)
+    if ALIGNED:
+        end = tl.multiple_of(end, 4)
+    group = tl.arange(0, WIDE)
     there = group < RANK
     nu = tl.load(fractions + group, mask=there, other=0.0)
-    K = tl.zeros([ROWS, ROWS], tl.float32)
-    u = tl.zeros([ROWS, BLOCK], tl.float32)
-    free = tl.zeros([ROWS, BLOCK], tl.float32)
+    K = tl.zeros([WIDE, WIDE, BLOCK], tl.float32)
+    u = tl.zeros([WIDE, BLOCK], tl.float32)
+    free = tl.zeros([WIDE, BLOCK], tl.float32)
     squares = tl.zeros([BLOCK], tl.float32)
     for j in range(0, tl.minimum(end - start, CHUNK), BLOCK):
         at = start + j + tl.arange(0, BLOCK)
@@ -198,13 +200,13 @@ def look_by_group(
                 q = g + share * decayed
             v = keep * tl.load(v_at + at, mask=inside, other=0.0) + (1.0 - keep) * q * q
             direction = G / _diagonal(v, weight, eps)[None, :]
-        K = tl.dot(G, tl.trans(direction), K, input_precision="tf32x3")  # as exact as float32
+        K += G[:, None, :] * direction[None, :, :]
         if MOMENTUM or DECAY:
             u += cost_here[None, :] * direction
         if DECOUPLED:
             free += decayed[None, :] * G
     row = partials + i * (RANK * RANK + 2 * RANK + 1)
-    tl.store(row + group[:, None] * RANK + group[None, :], K, mask=there[:, None] & there[None, :])
+    tl.store(row + group[:, None] * RANK + group[None, :], tl.sum(K, 2), mask=there[:, None] & there[None, :])
     row += RANK * RANK
     tl.store(row + group, tl.sum(u, 1), mask=there)
     tl.store(row + RANK + group, tl.sum(free, 1), mask=there)
@@ -290,10 +292,11 @@ def act(
     """θ ← θ − φ M^{-1} (N G w + ℓ) if ``MOVE``; momentum and second moments go on if ``CARRY``.
 
     w is what the policy asks for. It is noted in ``taken``, where ``AGAIN`` finds it. ``columns``: see
-    ``look_by_group``; where there is one group, nobody reads them.
+    ``look_by_group``; where there is one group, nobody reads them. There is a program for each block of a chunk.
     """
     i = first + tl.program_id(0)
     which, start, end = located(chunks, i, CHUNK)
+    start += tl.program_id(1) * BLOCK
     end_of_trace = end * tl.load(ok).to(tl.int64)  # a step that must leave no trace writes nothing
     group = tl.arange(0, WIDE)
     there = group < RANK
@@ -321,36 +324,37 @@ def act(
     gamma = 0.0
     if DECAY or DECOUPLED:
         gamma = tl.load(decays + which)
-    for j in range(0, tl.minimum(end - start, CHUNK), BLOCK):
-        at = start + j + tl.arange(0, BLOCK)
-        inside = at < end
-        g = SIGN * tl.load(g_at + at, mask=inside, other=0.0).to(tl.float32)
-        theta = tl.zeros([BLOCK], tl.float32)
-        if MOVE or DECAY:
-            theta = tl.load(theta_at + at, mask=inside, other=0.0).to(tl.float32)
-        mixed = w * g
-        if RANK > 1:
-            both = there[:, None] & inside[None, :]
-            G = tl.load(columns_at + group[:, None] * end + at[None, :], mask=both, other=0.0)
-            mixed += SIGN * tl.sum(weights[:, None] * G, 0)
-        direction = players * mixed
+    if ALIGNED and RANK > 1:
+        end = tl.multiple_of(end, 4)
+    at = start + tl.arange(0, BLOCK)
+    inside = at < end
+    g = SIGN * tl.load(g_at + at, mask=inside, other=0.0).to(tl.float32)
+    theta = tl.zeros([BLOCK], tl.float32)
+    if MOVE or DECAY:
+        theta = tl.load(theta_at + at, mask=inside, other=0.0).to(tl.float32)
+    mixed = w * g
+    if RANK > 1:
+        both = there[:, None] & inside[None, :]
+        G = tl.load(columns_at + group[:, None] * end + at[None, :], mask=both, other=0.0)
+        mixed += SIGN * tl.sum(weights[:, None] * G, 0)
+    direction = players * mixed
+    if DECAY:
+        direction += gamma * theta
+    if MOMENTUM:
+        m = mu * tl.load(m_at + at, mask=inside, other=0.0) + intake * direction
+        if CARRY:
+            tl.store(m_at + at, m, mask=at < end_of_trace)
+        direction = direction + mu * m if AHEAD else m
+    if ADAPTIVE:
+        q = g
         if DECAY:
-            direction += gamma * theta
-        if MOMENTUM:
-            m = mu * tl.load(m_at + at, mask=inside, other=0.0) + intake * direction
-            if CARRY:
-                tl.store(m_at + at, m, mask=at < end_of_trace)
-            direction = direction + mu * m if AHEAD else m
-        if ADAPTIVE:
-            q = g
-            if DECAY:
-                q = g + share * gamma * theta
-            v = keep * tl.load(v_at + at, mask=inside, other=0.0) + (1.0 - keep) * q * q
-            if CARRY:
-                tl.store(v_at + at, v, mask=at < end_of_trace)
-            direction = direction / _diagonal(v, weight, eps)
-        if MOVE:
-            change = stride * direction
-            if DECOUPLED:
-                change += rate * gamma * theta
-            tl.store(theta_at + at, (theta - change).to(PARAM), mask=at < end_of_trace)
+            q = g + share * gamma * theta
+        v = keep * tl.load(v_at + at, mask=inside, other=0.0) + (1.0 - keep) * q * q
+        if CARRY:
+            tl.store(v_at + at, v, mask=at < end_of_trace)
+        direction = direction / _diagonal(v, weight, eps)
+    if MOVE:
+        change = stride * direction
+        if DECOUPLED:
+            change += rate * gamma * theta
+        tl.store(theta_at + at, (theta - change).to(PARAM), mask=at < end_of_trace)

@@ -12,6 +12,7 @@ def change(
     y,
     before,
     group_of,
+    scale,
     plus,
     partials,
     arrivals,
@@ -19,25 +20,26 @@ def change(
     width,
     parts,
     LESS: tl.constexpr,
+    SCALED: tl.constexpr,
+    SIGN: tl.constexpr,
     PLUS: tl.constexpr,
     RANK: tl.constexpr,
     WIDE: tl.constexpr,
-    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """⟨x_i, y_i⟩ of each row, of ``width`` numbers, less ``before``, added up by group of rows. ``result: [2,
-    RANK]``: the sums, and these and ``plus``. There are ``parts`` programs for each row; the last of all adds up.
+    """⟨x_i, y_i⟩ of each row, of ``width`` numbers, less ``before``, added up by group of rows, and
+    scaled. ``result: [2, RANK]``: the sums, and these and ``plus``. There are ``parts`` programs for each row; the last
+    of all adds up.
     """
     i, programs = tl.program_id(0), tl.num_programs(0)
     x += (i // parts).to(tl.int64) * width
     y += (i // parts).to(tl.int64) * width
     sums = tl.zeros([BLOCK], tl.float32)
-    for start in range(i % parts * CHUNK, width, parts * CHUNK):
-        for j in range(0, CHUNK, BLOCK):
-            at = start + j + tl.arange(0, BLOCK)
-            inside = at < width
-            here = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-            sums += here * tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+    for start in range(i % parts * BLOCK, width, parts * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < width
+        here = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        sums += here * tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(partials + i, tl.sum(sums))
     tl.debug_barrier()
     if tl.atomic_add(arrivals, 1, sem="acq_rel") == programs - 1:
@@ -58,6 +60,9 @@ def change(
                 found += tl.sum(tl.where(mine[None, :] == group[:, None], part[None, :], 0.0), 1)
         if LESS and RANK == 1:  # at last, so that nothing is left where nothing has changed
             found -= tl.load(before)
+        found *= SIGN
+        if SCALED:
+            found *= tl.load(scale).to(tl.float32)
         tl.store(result + group, found, mask=there)
         if PLUS:
             found += tl.load(plus + group, mask=there, other=0.0)
@@ -74,7 +79,6 @@ def dots(
     X: tl.constexpr,
     Y: tl.constexpr,
     ALIGNED: tl.constexpr,
-    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Inner products of many pairs, or of rows of them. ``addresses: [2, pairs]``. ``shares: [programs, 5]``: the pair,
@@ -89,12 +93,11 @@ def dots(
     x = pointer(addresses, which, X, ALIGNED) + offset
     y = pointer(addresses + pairs, which, Y, ALIGNED) + offset
     sums = tl.zeros([BLOCK], tl.float32)
-    for start in range(first * CHUNK, numbers, programs * CHUNK):
-        for j in range(0, CHUNK, BLOCK):
-            at = start + j + tl.arange(0, BLOCK)
-            inside = at < numbers
-            here = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-            sums += here * tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+    for start in range(first * BLOCK, numbers, programs * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < numbers
+        here = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        sums += here * tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(partials + i, tl.sum(sums))
 
 
