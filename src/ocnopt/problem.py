@@ -17,8 +17,7 @@ from ocnopt.bellman import Consistent, Paper, Policy, terminal_precision
 from ocnopt.bucket import Bucket
 from ocnopt.distributed import World
 from ocnopt.forms import Forms
-from ocnopt.fused import support
-from ocnopt.fused.actor import FusedActor
+from ocnopt.fused.actor import FusedActor, why_not
 from ocnopt.fused.lines import lines
 from ocnopt.groups import Samples
 from ocnopt.layers.base import compute_dtype
@@ -327,7 +326,7 @@ def _fused(shelf: Shelf, grads: list[Tensor], forms: Forms, group: Mapping[str, 
     if shelf.group["fused"] is False:
         return None
     groups, paper = forms.samples.groups, group["bellman"] == "paper" and group["feedback"] != "off"
-    why = support.why_not(shelf, groups.rank, paper, forms.world.size == 1)
+    why = why_not(shelf, groups.rank, paper, forms.world.size == 1)
     actor = None
     if why is None:
         columns = None if groups.rank == 1 else forms.columns_of(shelf)

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.layers.oracle import adapter_of
 from tests.toys import assert_identical, state_of, values
 from torch import Tensor, nn
 
 from ocnopt import OCNOpt, readings
-from ocnopt.fused import dots, support
+from ocnopt.fused import channels, dots, support
 from ocnopt.groups import Groups
+from ocnopt.layers.base import Call
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -388,6 +390,28 @@ def test_changes_by_group(rank: int, shape: tuple[int, ...]) -> None:
     assert dots.changes(x, torch.ones((), device=DEVICE).expand_as(x), before, groups) is None
 
 
+@pytest.mark.parametrize("shape", [(7, 3), (7, 2, 5), (40, 2, 9, 9)])
+@pytest.mark.parametrize("rank", [1, 3, 7])
+def test_sums_by_channel(rank: int, shape: tuple[int, ...]) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, h = (torch.randn(shape, generator=draw).to(DEVICE) for _ in range(2))
+    groups, positions = Groups(len(x), rank), range(2, x.dim())
+    found = channels.sums(x, h, groups)
+    expected = groups.sum(x.double() * h.double(), positions), groups.sum(h.double(), positions)
+    torch.testing.assert_close([t.double() for t in found], list(expected), rtol=1e-5, atol=1e-5)
+    assert channels.sums(x.double(), h.double(), groups) is None
+    assert channels.sums(x, h.transpose(0, 1).contiguous().transpose(0, 1), groups) is None
+
+
+def test_the_groups_of_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.BatchNorm2d(3).to(DEVICE)
+    x, h = torch.randn(2, 8, 3, 4, 5, device=DEVICE).unbind()
+    call, adapter, groups = Call(layer, (x,), {}, h), adapter_of(layer), Groups(8, 3)
+    found = adapter.group_gradients(call, groups)
+    monkeypatch.setattr(channels, "sums", lambda *_: None)
+    torch.testing.assert_close(found, adapter.group_gradients(call, groups), rtol=1e-5, atol=1e-5)
+
+
 def test_inner_products_of_what_is_not_contiguous() -> None:
     y = torch.randn(5, device=DEVICE)
     for x in (torch.randn(5, 8, device=DEVICE)[:, 3], torch.full((), 2.0, device=DEVICE).expand(5)):
@@ -440,7 +464,7 @@ def test_which_products_can_be_formed_with_others() -> None:
 def test_products_that_wait_for_each_other(options: dict[str, Any], held: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to the end of the backward pass, or up to so many bytes."""
     model, plain, ours, fused = pair(feedback="nonlinear", **options)
-    fused.param_groups[0]["fused"] = None
+    plain.param_groups[0]["fused"] = fused.param_groups[0]["fused"] = None
     monkeypatch.setattr(readings, "_HELD", held)
     for opt, can in ((plain, False), (fused, True)):
         with monkeypatch.context() as without:

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ocnopt import whole_step
 from ocnopt.actor import Actor, Answer, Products, Scalar
-from ocnopt.curvature import Adaptive
+from ocnopt.curvature import BY_NAME, Adaptive
 from ocnopt.fused import support
 from ocnopt.fused.tables import Layout, Table
+from ocnopt.gradients import Explicit
 from ocnopt.moment import Moment
 from ocnopt.shelves import Shelf
 
@@ -268,6 +269,23 @@ class FusedActor(Actor):
             "ALIGNED": self._aligned,
             "CHUNK": kernels.CHUNK,
         }
+
+
+def why_not(shelf: Shelf, rank: int, paper: bool, alone: bool) -> str | None:
+    """Why the players of a shelf do not act by fused kernels. ``alone``: has this process the whole batch?"""
+    if rank > support.MOST_GROUPS:
+        return f"rank must be {support.MOST_GROUPS} or less"
+    if rank > 1 and shelf.kind is not Explicit:
+        return "its gradient is not split by groups of samples"
+    if shelf.kind is Explicit and not alone:
+        return "groups of samples are spread over several processes"
+    if paper:
+        return "bellman must be 'consistent'"
+    if shelf.curvature is not BY_NAME["identity"] and shelf.curvature is not BY_NAME["adaptive"]:
+        return "curvature must be 'identity' or 'adaptive'"
+    if shelf.params[0].dtype not in support.KINDS:
+        return f"parameters of {shelf.params[0].dtype} are not supported"
+    return support.why_not_on(shelf.params[0].device)
 
 
 def _log(rate: float) -> float:

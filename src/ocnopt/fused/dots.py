@@ -44,7 +44,7 @@ _arrivals = _Arrivals()
 
 def dot(x: Tensor, y: Tensor, less: Tensor | None = None) -> Tensor | None:
     """⟨x, y⟩ of two vectors, less a number, in float32; ``None`` where that cannot be had."""
-    if not can_wait(x, y):
+    if not _there_is_one(x, y):
         return None
     found = _sums(x.contiguous(), y.contiguous(), less)  # a column, or a number that was expanded
     return None if found is None else found[0, 0]
@@ -64,7 +64,7 @@ def changes(
     Args:
         groups: of rows, of each of which ``before`` tells; ``None``: all numbers are one.
     """
-    if not can_wait(x, y) or not in_same_order(x, y) or before.dtype != torch.float32:
+    if not _there_is_one(x, y) or not in_same_order(x, y) or before.dtype != torch.float32:
         return None
     if scale is not None and scale.device != x.device:
         return None
@@ -122,6 +122,10 @@ class Pair(NamedTuple):
 
 def can_wait(x: Tensor, y: Tensor) -> bool:
     """Is there a kernel for their product, with others?"""
+    return _there_is_one(x, y)
+
+
+def _there_is_one(x: Tensor, y: Tensor) -> bool:
     kinds = x.dtype in support.KINDS and y.dtype in support.KINDS
     return kinds and x.device == y.device and support.why_not_on(x.device) is None
 
@@ -182,6 +186,11 @@ class _Plan:
         self._sent: tuple[list[int], Tensor] | None = None
         self._pinned: Tensor | None = None  # memory for the row of a graph, which can take none by itself
 
+    @property
+    def has_room(self) -> bool:
+        """For a graph."""
+        return self._pinned is not None
+
     def addresses(self, row: list[int]) -> Tensor | None:
         """On the device: mostly they are those of the step before. A graph can do it once, after an ordinary step."""
         if self.device.type != "cuda":
@@ -205,7 +214,8 @@ class _Plans:
 
     def of(self, device: torch.device, sizes: Sizes, block: int) -> _Plan | None:
         if device.type == "cuda" and whole_step.capturing():  # a graph can make none
-            return next((plan for key, plan in self._known.items() if key[:2] == (sizes, device)), None)
+            known = (plan for key, plan in self._known.items() if key[:2] == (sizes, device))
+            return next((plan for plan in known if plan.has_room), None)  # not one that another graph has used
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         key = sizes, device, stream
         self._known[key] = plan = self._known.pop(key, None) or _Plan(device, sizes, block)

@@ -9,10 +9,6 @@ from types import ModuleType
 
 import torch
 
-from ocnopt.curvature import BY_NAME
-from ocnopt.gradients import Explicit
-from ocnopt.shelves import Shelf
-
 #: of numbers that the kernels read
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -33,7 +29,7 @@ def _kernels() -> ModuleType | None:
 
 
 def kernels() -> ModuleType:
-    """The module that needs Triton. Only if :func:`why_not` has nothing to say."""
+    """The module that needs Triton. Only if :func:`why_not_on` has nothing to say."""
     found = _kernels()
     assert found is not None
     return found
@@ -59,23 +55,6 @@ def room_for(rank: int) -> int:
 def splits_on(device: torch.device, rank: int) -> bool:
     """Do kernels take a gradient for each of so many groups?"""
     return rank <= MOST_GROUPS and why_not_on(device) is None
-
-
-def why_not(shelf: Shelf, rank: int, paper: bool, alone: bool) -> str | None:
-    """Why the players of a shelf do not act by fused kernels. ``alone``: has this process the whole batch?"""
-    if rank > MOST_GROUPS:
-        return f"rank must be {MOST_GROUPS} or less"
-    if rank > 1 and shelf.kind is not Explicit:
-        return "its gradient is not split by groups of samples"
-    if shelf.kind is Explicit and not alone:
-        return "groups of samples are spread over several processes"
-    if paper:
-        return "bellman must be 'consistent'"
-    if shelf.curvature is not BY_NAME["identity"] and shelf.curvature is not BY_NAME["adaptive"]:
-        return "curvature must be 'identity' or 'adaptive'"
-    if shelf.params[0].dtype not in KINDS:
-        return f"parameters of {shelf.params[0].dtype} are not supported"
-    return why_not_on(shelf.params[0].device)
 
 
 def breaks(error: Exception) -> None:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ocnopt import whole_step
+from ocnopt.fused import channels
 from ocnopt.groups import Groups
 from ocnopt.layers import outer
 from ocnopt.layers.base import Adapter, Call
@@ -33,12 +34,19 @@ class Norm(Adapter):
     def group_gradients(self, call: Call, groups: Groups) -> dict[str, Tensor]:
         names = self.parameters(call.module)
         x, h = outer.operands(call)
-        gradients = {}
-        if "weight" in names:
-            gradients["weight"] = groups.sum(self.normalised(call, x).mul_(h), self.positions(call))
+        if "weight" not in names:
+            return {"bias": groups.sum(h, self.positions(call))} if "bias" in names else {}
+        x = self.normalised(call, x)
+        if "bias" in names and (both := self.sums(x, h, groups)) is not None:
+            return dict(zip(("weight", "bias"), both, strict=True))
+        gradients = {"weight": groups.sum(x.mul_(h), self.positions(call))}
         if "bias" in names:
             gradients["bias"] = groups.sum(h, self.positions(call))
         return gradients
+
+    def sums(self, x: Tensor, h: Tensor, groups: Groups) -> tuple[Tensor, Tensor] | None:
+        """Both gradients at once, where there is a kernel for that. ``x``: normalised."""
+        return None
 
 
 class TrailingNorm(Norm):
@@ -73,6 +81,9 @@ class ChannelNorm(Norm):
 
     def positions(self, call: Call) -> range:
         return range(2, call.h.dim())
+
+    def sums(self, x: Tensor, h: Tensor, groups: Groups) -> tuple[Tensor, Tensor] | None:
+        return channels.sums(x, h, groups)
 
 
 @register(nn.GroupNorm)

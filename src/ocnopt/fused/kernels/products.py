@@ -107,3 +107,26 @@ def sums(partials, firsts, results, BLOCK: tl.constexpr):
     i, at = tl.program_id(0), tl.arange(0, BLOCK)
     start, end = tl.load(firsts + i), tl.load(firsts + i + 1)
     tl.store(results + i, tl.sum(tl.load(partials + start + at, mask=start + at < end, other=0.0)))
+
+
+@triton.jit(do_not_specialize=["positions"])
+def by_channel(x, h, starts, result, positions, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Σ h ⊙ x and Σ h of one channel and one group of samples of ``[batch, channels, positions]``. ``result: [2,
+    groups, channels]``.
+    """
+    channel, group, channels, groups = tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1)
+    first, end = tl.load(starts + group), tl.load(starts + group + 1)
+    products = tl.zeros([ROWS, BLOCK], tl.float32)
+    sums = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(first, end, ROWS):
+        sample = start + tl.arange(0, ROWS)
+        row = (sample * channels + channel) * positions
+        for j in range(0, positions, BLOCK):
+            at = j + tl.arange(0, BLOCK)
+            inside = (sample < end)[:, None] & (at < positions)[None, :]
+            here = tl.load(h + row[:, None] + at[None, :], mask=inside, other=0.0)
+            products += here * tl.load(x + row[:, None] + at[None, :], mask=inside, other=0.0)
+            sums += here
+    place = result + group * channels + channel
+    tl.store(place, tl.sum(products))
+    tl.store(place + groups * channels, tl.sum(sums))

@@ -1,0 +1,36 @@
+"""Sums by group of samples and by channel in one kernel, where torch takes four."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ocnopt import whole_step
+from ocnopt.fused import support
+from ocnopt.groups import Groups
+
+
+def sums(x: Tensor, h: Tensor, groups: Groups) -> tuple[Tensor, Tensor] | None:
+    """Σ h ⊙ x and Σ h over samples and positions of tensors ``[B, C, *positions]``: ``[r, C]``; ``None`` where that
+    cannot be had.
+    """
+    if x.shape != h.shape or not h.numel() or x.dtype != torch.float32 or h.dtype != torch.float32:
+        return None
+    if support.why_not_on(h.device) is not None or not (x.is_contiguous() and h.is_contiguous()):
+        return None
+    channels, kernels = h.shape[1], support.kernels()
+    found = h.new_empty(2, groups.rank, channels)
+    positions = h.numel() // (len(h) * channels)
+    block = min(support.room_for(positions), 64)
+    starts = _starts(tuple(groups.starts), h.device)
+    try:
+        kernels.by_channel[channels, groups.rank](x, h, starts, found, positions, ROWS=1024 // block, BLOCK=block)
+    except Exception as error:
+        support.breaks(error)
+        return None
+    return found[0], found[1]
+
+
+@whole_step.remembered
+def _starts(starts: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(starts).to(device, non_blocking=True)
