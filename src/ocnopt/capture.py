@@ -73,7 +73,6 @@ class Tape:
         self._known: list[tuple[int, bool]] = []  # the parameters in the last pass, and which were trained
         self._leaves = Leaves()
         self._trained_modules: set[str] = set()  # those that hold some of them
-        self._wanted = -1, False  # in which backward pass
         self.left_alone: set[str] = set()  # modules whose outputs nobody overwrites in place
         self._anatomy: Anatomy | None = None  # of the model, when it last ran with its own weights
         self._others = Others(model)
@@ -325,11 +324,8 @@ class Tape:
 
     def _wants_scale(self) -> bool:
         """Is it of interest what becomes of the gradients of the backward pass under way?"""
-        task = torch._C._current_graph_task_id()
-        if self._wanted[0] != task:
-            need = self.need()
-            self._wanted = task, need.calls or need.states
-        return self._wanted[1]
+        need = self.need()
+        return need.calls or need.states
 
     def _when_trained_on(self, outputs: list[Tensor], then: Callable[[], None]) -> None:
         """For passes of which nothing else is asked."""
