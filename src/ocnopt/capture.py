@@ -349,9 +349,7 @@ class Tape:
         self.borrowed = True
 
     def _keep_places(self) -> None:
-        for module, before, after in self._places:
-            if len(module._forward_pre_hooks) > 1 or len(module._forward_hooks) > 1:  # somebody else is there
-                self._others.keep_places(module, before.id, after.id)
+        self._others.keep_places(self._places)
         first, last = self._handles[:2]
         cast(Hooks, self.model._forward_pre_hooks).move_to_end(first.id, last=False)
         cast(Hooks, self.model._forward_hooks).move_to_end(last.id)

@@ -139,7 +139,7 @@ def unharmed(tape: Tape) -> Iterator[None]:
 def _make_up(this: Pass) -> Hashable:
     flow, environment = this.flow, this.environment
     version = None if flow is None else flow.version
-    modes = () if environment is None else tuple([mode for _, mode in environment.modes])
+    modes = () if environment is None else environment.modes
     how = this.chain, this.whole, this.foreseen, this.split, this.groups is None
     given = this.given or tuple([t.shape for t in tensors((this.args, this.kwargs))])
     return this.batch, given, tuple(this.order), flow, version, modes, this.autocast, how
