@@ -6,6 +6,7 @@ torch's own ways to walk a model know every name on the way. Hooks walk it sever
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ class Anatomy:
         self.buffers: list[tuple[dict[str, Any], str, Tensor | None]] = [
             (m._buffers, name, b) for m in modules if m._buffers for name, b in m._buffers.items()
         ]
-        self._parts = [(m, _ids(m._modules), _ids(m._parameters), _ids(m._buffers), [*m._buffers]) for m in modules]
+        self._parts = _parts(modules)
         self._tensors: list[Tensor] = [*self.parameters, *(b for _, _, b in self.buffers if b is not None)]
         self.places = Places()
         self._look()
@@ -40,14 +41,7 @@ class Anatomy:
 
     def holds(self) -> bool:
         """Does the model consist of the same modules, with the same tensors in their places?"""
-        for module, children, own, buffers, names in self._parts:
-            if (children or module._modules) and _ids(module._modules) != children:
-                return False
-            if (own or module._parameters) and _ids(module._parameters) != own:
-                return False
-            if (buffers or module._buffers) and (_ids(module._buffers) != buffers or [*module._buffers] != names):
-                return False
-        return True
+        return _parts(self.modules) == self._parts
 
     def _look(self) -> None:
         """A model may be moved: its tensors stay the same, their numbers do not."""
@@ -61,14 +55,14 @@ class Places:
 
     Attributes:
         devices: of the parameters.
-        all_devices: of the buffers, too.
+        kinds: of device, of the buffers too.
         alike: the buffers, by device and dtype, and whether they are plain tensors.
     """
 
     def __init__(self, found: Any = None, parameters: Sequence[Tensor] = (), buffers: Sequence[Tensor] = ()) -> None:
         self.found = found
         self.devices = {p.device for p in parameters}
-        self.all_devices = self.devices | {b.device for b in buffers}
+        self.kinds = sorted({device.type for device in self.devices} | {b.device.type for b in buffers})
         alike: dict[Any, list[Tensor]] = {}
         for b in buffers:
             alike.setdefault((b.device, b.dtype), []).append(b)
@@ -79,8 +73,13 @@ def _is_plain(t: Tensor) -> bool:
     return type(t) is Tensor and t.layout is torch.strided and not t.is_quantized
 
 
-def _ids(held: dict[str, Any]) -> list[int]:
-    return [*map(id, held.values())]
+def _parts(modules: list[nn.Module]) -> tuple[list[Any], ...]:
+    """What modules hold: how much each, which objects, and which names the buffers have. Few steps in Python: the whole
+    model is looked at in every pass.
+    """
+    held: list[dict[str, Any]] = [own for m in modules for own in (m._modules, m._parameters, m._buffers)]
+    objects = chain.from_iterable([own.values() for own in held])
+    return [*map(len, held)], [*map(id, objects)], [*chain.from_iterable([m._buffers for m in modules])]
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:

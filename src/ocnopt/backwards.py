@@ -69,7 +69,8 @@ def nodes_of(leaves: Sequence[Tensor]) -> Sinks:
     if not leaves:
         return []
     with torch.enable_grad():  # a backward pass has none
-        reader: Any = Reader.apply(*leaves)  # type: ignore[no-untyped-call]
+        # without a look at each leaf whether it is one of ``torch.func``'s: parameters are none
+        reader: Any = super(torch.autograd.Function, Reader).apply(*leaves)  # type: ignore[no-untyped-call]
     found = () if reader.grad_fn is None else reader.grad_fn.next_functions
     return [node for node, _ in found if node is not None]  # but for what was frozen meanwhile
 

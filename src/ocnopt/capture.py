@@ -74,7 +74,6 @@ class Tape:
         self._known: list[tuple[int, bool]] = []  # the parameters in the last pass, and which were trained
         self._leaves = Leaves()
         self._trained_modules: set[str] = set()  # those that hold some of them
-        self._wanted = -1, False  # in which backward pass
         self.left_alone: set[str] = set()  # modules whose outputs nobody overwrites in place
         self._anatomy: Anatomy | None = None  # of the model, when it last ran with its own weights
         self._others = Others(model)
@@ -327,11 +326,8 @@ class Tape:
 
     def _wants_scale(self) -> bool:
         """Is it of interest what becomes of the gradients of the backward pass under way?"""
-        task = torch._C._current_graph_task_id()
-        if self._wanted[0] != task:
-            need = self.need()
-            self._wanted = task, need.calls or need.states
-        return self._wanted[1]
+        need = self.need()
+        return need.calls or need.states
 
     def _when_trained_on(self, outputs: list[Tensor], then: Callable[[], None]) -> None:
         """For passes of which nothing else is asked."""
@@ -355,9 +351,7 @@ class Tape:
         self.borrowed = True
 
     def _keep_places(self) -> None:
-        for module, before, after in self._places:
-            if len(module._forward_pre_hooks) > 1 or len(module._forward_hooks) > 1:  # somebody else is there
-                self._others.keep_places(module, before.id, after.id)
+        self._others.keep_places(self._places)
         first, last = self._handles[:2]
         cast(Hooks, self.model._forward_pre_hooks).move_to_end(first.id, last=False)
         cast(Hooks, self.model._forward_hooks).move_to_end(last.id)

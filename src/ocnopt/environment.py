@@ -74,8 +74,8 @@ class Autocast:
 
     @classmethod
     def of(cls, anatomy: Anatomy) -> Autocast:
-        devices = sorted({device.type for device in anatomy.places.all_devices})
-        return cls(tuple((d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in devices))
+        kinds = anatomy.places.kinds
+        return cls(tuple([(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d)) for d in kinds]))
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -88,13 +88,14 @@ class Autocast:
 @contextlib.contextmanager
 def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
     """Train or eval mode as it was, should it have changed since."""
-    modes = _modes(modules_of(module))
+    modules = modules_of(module)
+    modes = _modes(modules)
     if module.training != training:
         module.train(training)
     try:
         yield
     finally:
-        _set_modes(modes)
+        _set_modes(modules, modes)
 
 
 @dataclass
@@ -103,10 +104,10 @@ class Environment:
 
     rng: AllRNG
     buffers: Buffers
-    modes: list[tuple[nn.Module, bool]]
+    modes: tuple[bool, ...]  # train or eval, of each module
     autocast: Autocast
     model: nn.Module
-    anatomy: Anatomy | None = None  # of the model, as it was
+    anatomy: Anatomy  # of the model, as it was
     idle: frozenset[int] = field(default_factory=frozenset)  # hooks that are not to be called again
 
     @classmethod
@@ -125,25 +126,25 @@ class Environment:
 
         Nothing is compiled in it: what is cached would be used when the hooks are to be called again.
         """
-        anatomy = Anatomy.of(self.model, self.anatomy)
+        anatomy, modules = Anatomy.of(self.model, self.anatomy), self.anatomy.modules
         found, modes, quiet = Buffers(anatomy), _modes(anatomy.modules), Others(self.model).silent(self.idle)
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), self.rng.restored(), self.autocast.restored():
             try:
                 self.buffers.restore()
-                _set_modes(self.modes)
+                _set_modes(modules, self.modes)
                 with quiet:
                     yield
             finally:
                 found.restore()
-                _set_modes(modes)
+                _set_modes(anatomy.modules, modes)
 
 
-def _modes(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, bool]]:
-    return [(module, module.training) for module in modules]
+def _modes(modules: Sequence[nn.Module]) -> tuple[bool, ...]:
+    return tuple([module.training for module in modules])
 
 
-def _set_modes(modes: list[tuple[nn.Module, bool]]) -> None:
-    for module, training in modes:
+def _set_modes(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
+    for module, training in zip(modules, modes, strict=True):
         if module.training is not training:
             module.training = training
 

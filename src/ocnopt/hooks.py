@@ -8,12 +8,14 @@ looked (a logger, a store of activations, a counter) is not called again.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
 
 from ocnopt.anatomy import modules_of
 from ocnopt.apart import apart, compiler, disabled
@@ -120,10 +122,16 @@ class Others:
         self._put_back()
         return frozenset(number for number, watched in self._watched.items() if not watched.changes)
 
-    def keep_places(self, module: nn.Module, before: int, after: int) -> None:
-        """Let our hooks of these numbers stand next to the module, whoever else has registered some since. Only one
-        that lends weights stands nearer: it lends those that a layer has after it acted.
-        """
+    def keep_places(self, ours: Sequence[tuple[nn.Module, RemovableHandle, RemovableHandle]]) -> None:
+        """Let our hooks before and after each module stand next to it, whoever else has registered some since."""
+        if _nobody_else([module for module, _, _ in ours]):
+            return
+        for module, before, after in ours:
+            if len(module._forward_pre_hooks) > 1 or len(module._forward_hooks) > 1:
+                self._keep_place(module, before.id, after.id)
+
+    def _keep_place(self, module: nn.Module, before: int, after: int) -> None:
+        """Only one that lends weights stands nearer: it lends those that a layer has after it acted."""
         pre, post = cast(Hooks, module._forward_pre_hooks), cast(Hooks, module._forward_hooks)
         lending = [number for number in pre if number in self._watched and self._watched[number].lends]
         if lending or not isinstance(pre[next(reversed(pre))], Hook):
@@ -148,14 +156,15 @@ class Others:
         """The hooks of others, and whether they come before the module. Those before the model itself are being called
         already when a pass begins, and are left alone.
         """
+        if _nobody_else(modules):
+            return []
         before: list[Any] = [torch_module._global_forward_pre_hooks]
         after: list[Any] = [torch_module._global_forward_hooks]
         for module in modules:
             pre, post = module._forward_pre_hooks, module._forward_hooks
-            # mostly nobody is there but us
-            if pre and (len(pre) > 1 or not _is_ours(pre)) and module is not self.model:
+            if pre and module is not self.model:
                 before.append(pre)
-            if post and (len(post) > 1 or not _is_ours(post)):
+            if post:
                 after.append(post)
         return [*((hooks, True) for hooks in before if hooks), *((hooks, False) for hooks in after if hooks)]
 
@@ -185,9 +194,12 @@ def without_backward_hooks(model: nn.Module) -> Iterator[None]:
             place[name] = hooks
 
 
-def _is_ours(hooks: Mapping[int, Any]) -> bool:
-    """The one that there is."""
-    return isinstance(next(iter(hooks.values())), Hook)
+def _nobody_else(modules: Sequence[nn.Module]) -> bool:
+    """Are there no hooks but ours, as mostly?"""
+    if torch_module._global_forward_pre_hooks or torch_module._global_forward_hooks:
+        return False
+    stores = [hooks for m in modules for hooks in (m._forward_pre_hooks, m._forward_hooks) if hooks]
+    return {*map(type, chain.from_iterable([hooks.values() for hooks in stores]))} <= {Hook}
 
 
 def _of_others(hooks: Hooks) -> list[tuple[int, Callable[..., Any]]]:

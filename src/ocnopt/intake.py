@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ocnopt.capture import Tape
-from ocnopt.readings import Reading
+from ocnopt.readings import Products, Reading
 from ocnopt.records import Pass, Record, versions_of
 from ocnopt.trees import mapped, tensors
 
@@ -66,6 +66,7 @@ def taken_in(tape: Tape) -> Intake:
     # who acts when, of which some steps want to know nothing else
     kinds: list[Hashable] = [(tuple(tape.order), tape.flow, tape.flow and tape.flow.version)]
     found: list[Tensor] = []
+    shared: dict[Products, int] = {}
     for this in tape.passes:
         kinds.append(_make_up(this))
         found += tensors((this.args, this.kwargs))
@@ -74,7 +75,7 @@ def taken_in(tape: Tape) -> Intake:
         if this.flow is not None:
             found += this.flow.constants.values()
         for readings in (this.D, this.readings):
-            kinds.append(_arrived(readings.values(), found))
+            kinds.append(_arrived(readings.values(), found, shared))
     for record in tape.records:
         kinds.append((record.name, record.occurrence, record.training, record.autocast, record.opaque))
         kinds.append(_outline((record.args, record.kwargs)))
@@ -82,7 +83,8 @@ def taken_in(tape: Tape) -> Intake:
         found += tensors((record.args, record.kwargs))
         for store in (record.h, record.columns, record.outputs):
             found += store.values()
-        kinds.append(_arrived(record.readings.values(), found))
+        kinds.append(_arrived(record.readings.values(), found, shared))
+    found += [products.numbers for products in shared]
     for pair in tape.scaling.pairs:
         found += pair
     return Intake(tuple(kinds), found)
@@ -90,7 +92,7 @@ def taken_in(tape: Tape) -> Intake:
 
 def put_back(tape: Tape, others: Iterable[Tensor]) -> None:
     """Let the step read other tensors, in the order of :func:`taken_in`."""
-    them = iter(others)
+    them, shared = iter(others), dict[Products, None]()
 
     def following(_: Tensor) -> Tensor:
         return next(them)
@@ -103,19 +105,21 @@ def put_back(tape: Tape, others: Iterable[Tensor]) -> None:
         if this.flow is not None:
             this.flow.constants = {name: next(them) for name in this.flow.constants}
         for readings in (this.D, this.readings):
-            _replace(readings.values(), them)
+            _replace(readings.values(), them, shared)
     for record in tape.records:
-        _put_back(record, them)
+        _put_back(record, them, shared)
+    for products in shared:
+        products.numbers = next(them)
     tape.scaling.pairs = [(next(them), next(them)) for _ in tape.scaling.pairs]
 
 
-def _put_back(record: Record, them: Iterator[Tensor]) -> None:
+def _put_back(record: Record, them: Iterator[Tensor], shared: dict[Products, None]) -> None:
     record.args, record.kwargs = mapped(lambda _: next(them), (record.args, record.kwargs))
     record.versions = versions_of((record.args, record.kwargs)) if record.versions else []
     record.h = {i: next(them) for i in record.h}
     record.columns = {name: next(them) for name in record.columns}
     record.outputs = {i: next(them) for i in record.outputs}
-    _replace(record.readings.values(), them)
+    _replace(record.readings.values(), them, shared)
 
 
 @contextmanager
@@ -135,7 +139,7 @@ def unharmed(tape: Tape) -> Iterator[None]:
 def _make_up(this: Pass) -> Hashable:
     flow, environment = this.flow, this.environment
     version = None if flow is None else flow.version
-    modes = () if environment is None else tuple([mode for _, mode in environment.modes])
+    modes = () if environment is None else environment.modes
     how = this.chain, this.whole, this.foreseen, this.split, this.groups is None
     given = this.given or tuple([t.shape for t in tensors((this.args, this.kwargs))])
     return this.batch, given, tuple(this.order), flow, version, modes, this.autocast, how
@@ -152,17 +156,30 @@ def _outline(tree: Any) -> Hashable:
     return type(tree), tree if isinstance(tree, Hashable) else id(tree)
 
 
-def _arrived(readings: Iterable[Reading], found: list[Tensor]) -> Hashable:
-    """Which readings have something to say."""
-    there = []
+def _arrived(readings: Iterable[Reading], found: list[Tensor], shared: dict[Products, int]) -> Hashable:
+    """Which readings have something to say, and where their products are among others.
+
+    ``shared``: of several readings, in the order in which they are come across.
+    """
+    there: list[Hashable] = []
     for reading in readings:
-        there.append(reading.adjoint is not None)
-        if reading.adjoint is not None and reading.before is not None:
-            found += (reading.adjoint, reading.before)
+        if not reading.there:
+            there.append(None)
+        elif reading.among is None:
+            found += tensors((reading.adjoint, reading.before))
+            there.append(-1)
+        else:
+            found += tensors(reading.adjoint)
+            products, first = reading.among
+            there.append((shared.setdefault(products, len(shared)), first))
     return tuple(there)
 
 
-def _replace(readings: Iterable[Reading], them: Iterator[Tensor]) -> None:
+def _replace(readings: Iterable[Reading], them: Iterator[Tensor], shared: dict[Products, None]) -> None:
     for reading in readings:
-        if reading.adjoint is not None and reading.before is not None:
-            reading.replace(next(them), next(them))
+        if reading.there:
+            reading.adjoint = next(them)
+            if reading.among is None:
+                reading.before = next(them)
+            else:
+                shared[reading.among[0]] = None

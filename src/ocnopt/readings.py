@@ -7,7 +7,7 @@ to run it, products wait for each other, up to the end of the backward pass or u
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -22,10 +22,21 @@ from ocnopt.linalg import without_autocast
 K = TypeVar("K")
 
 
+class Products:
+    """Of many readings, formed together: one number after the other."""
+
+    __slots__ = ("numbers",)
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.numbers = numbers
+
+
 class Reading:
     """One edge of the data flow: a tensor on its way to one reader."""
 
-    __slots__ = ("_before", "_dtype", "_sizes", "_spoilt", "_tensor", "_version", "_waits", "adjoint", "by_row")
+    __slots__ = (
+        "_before", "_dtype", "_sizes", "_spoilt", "_tensor", "_version", "_waits", "adjoint", "among", "by_row",
+    )  # fmt: skip
 
     def __init__(self, tensor: Tensor, batch: int | None) -> None:
         """``batch``: how many samples there are, where products are wanted sample by sample."""
@@ -35,6 +46,7 @@ class Reading:
         self._spoilt = False
         self.adjoint: Tensor | None = None  # ∂L/∂e through this edge
         self._before: Tensor | None = None
+        self.among: tuple[Products, int] | None = None  # where its product is, and from which number on
         self._waits: Waiting | None = None  # for others, with its product
         self._sizes: tuple[Tensor, Tensor] | None = None  # ⟨∂L/∂e, ∂L/∂e⟩ and ⟨ē, ē⟩
 
@@ -46,15 +58,26 @@ class Reading:
         return reading
 
     @property
+    def there(self) -> bool:
+        """Has anything arrived that a second pass can be compared with?"""
+        if self._waits is not None:
+            self._waits.settle()
+        return self.adjoint is not None and (self._before is not None or self.among is not None)
+
+    @property
     def before(self) -> Tensor | None:
         """⟨∂L/∂e, ē⟩: ``[B]`` by row, or one number."""
         if self._waits is not None:
             self._waits.settle()
-        return self._before
+        if self.among is None:
+            return self._before
+        assert self.adjoint is not None
+        all_of_them, first = self.among[0].numbers, self.among[1]
+        return all_of_them[first : first + len(self.adjoint)] if self.by_row else all_of_them[first]
 
-    def replace(self, adjoint: Tensor, before: Tensor) -> None:
-        """Others in their places."""
-        self.adjoint, self._before = adjoint, before
+    @before.setter
+    def before(self, before: Tensor) -> None:
+        self._before, self.among = before, None
 
     def arrive(
         self, adjoint: Tensor, last: bool, kept: bool = True, sized: bool = False, waiting: Waiting | None = None
@@ -86,7 +109,7 @@ class Reading:
             waiting.add(self, tensor)
             return
         before = products(adjoint, tensor) if self.by_row else product(adjoint, tensor)
-        self._before = before if settled is None else settled + before
+        self.before = before if settled is None else settled + before
         self.adjoint = adjoint if self.adjoint is None else self.adjoint + adjoint
         if last and sized:
             self._sizes = product(self.adjoint, self.adjoint), product(tensor, tensor)
@@ -95,23 +118,23 @@ class Reading:
         if last:
             self._tensor = None
 
-    def settle(self, before: Tensor | None = None) -> None:
-        """It has waited. ``before``: its product, where that has been formed with others."""
+    def settle(self, among: tuple[Products, int] | None = None) -> None:
+        """It has waited. ``among``: where its product is, if that has been formed with others."""
         tensor, self._tensor, self._waits = self._tensor, None, None
         if tensor is None or self.adjoint is None:  # forgotten meanwhile
             return
         if tensor._version != self._version:
             self._spoilt = True
-        if before is None:
-            before = products(self.adjoint, tensor) if self.by_row else product(self.adjoint, tensor)
-        self._before = before
+        self.among = among
+        if among is None:
+            self._before = products(self.adjoint, tensor) if self.by_row else product(self.adjoint, tensor)
 
     def pair(self) -> dots.Pair | None:
         """Whose product it waits for, where a kernel can form it with others."""
         x, y = self.adjoint, self._tensor
         if x is None or y is None or not dots.in_same_order(x, y):
             return None
-        return dots.Pair(x, y, len(x) if self.by_row else 0)
+        return dots.Pair(x, y, x.shape[0] if self.by_row else 0)
 
     def change(self, now: Tensor) -> Tensor:
         """⟨∂L/∂e, δe⟩, row by row or whole, of the tensor in another pass. Only if the adjoint was kept."""
@@ -162,13 +185,14 @@ class Reading:
 
     def forget(self) -> None:
         """The adjoint: another backward pass starts from nothing."""
-        self.adjoint, self._before, self._sizes, self._spoilt = None, None, None, False
+        self.adjoint, self._before, self.among, self._sizes, self._spoilt = None, None, None, None, False
         if self._waits is not None:
             self._tensor, self._waits = None, None
 
     def tensors(self) -> list[Tensor]:
         """What it holds."""
-        return [t for t in (self._tensor, self.adjoint, self._before, *(self._sizes or ())) if t is not None]
+        before = self._before if self.among is None else self.among[0].numbers
+        return [t for t in (self._tensor, self.adjoint, before, *(self._sizes or ())) if t is not None]
 
 
 #: how many bytes of tensors may wait: few enough not to be noticed
@@ -209,9 +233,11 @@ class Waiting:
                 else:
                     alike.setdefault((pair.x.device, pair.x.dtype, pair.y.dtype), []).append((reading, pair))
             for group in alike.values():
-                found: Sequence[Tensor | None] = dots.dots([pair for _, pair in group]) or [None] * len(group)
-                for (reading, _), before in zip(group, found, strict=True):
-                    reading.settle(before)
+                pairs = [pair for _, pair in group]
+                numbers = dots.dots(pairs)
+                shared, places = None if numbers is None else Products(numbers), dots.places(pairs)
+                for (reading, _), first in zip(group, places, strict=True):
+                    reading.settle(None if shared is None else (shared, first))
 
 
 def tolerance(dtype: torch.dtype) -> float:

@@ -229,7 +229,7 @@ class Record:
 
     def overwritten(self) -> bool:
         """Have the arguments been changed in place since the call began?"""
-        return self.versions != versions_of((self.args, self.kwargs))
+        return self.versions != (versions_of((self.args, self.kwargs)) if self.args or self.kwargs else [])
 
 
 @dataclass

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from ocnopt import whole_step
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, eq=False)
 class RNGState:
@@ -32,8 +34,11 @@ class RNGState:
         A CUDA generator can be neither read nor set while a graph is captured, and need not be: see
         :mod:`ocnopt.whole_step`.
         """
-        wanted = dict.fromkeys([torch.device("cpu"), *map(torch.device, devices)])
-        return cls({device: _get(device) for device in wanted if device.type != "cuda" or not whole_step.underway()})
+        states = {_CPU: torch.default_generator.get_state()}
+        for device in map(torch.device, devices):
+            if device not in states and (device.type != "cuda" or not whole_step.underway()):
+                states[device] = _get(device)
+        return cls(states)
 
     def same_as(self, other: RNGState) -> bool:
         """Has nothing been drawn between the two?"""
@@ -72,8 +77,7 @@ class AllRNG:
 
     def same_on_host_as(self, other: AllRNG) -> bool:
         """Has nothing been drawn between the two, except on devices?"""
-        cpu = torch.device("cpu")
-        if self.python != other.python or not torch.equal(self.of_torch.states[cpu], other.of_torch.states[cpu]):
+        if self.python != other.python or not torch.equal(self.of_torch.states[_CPU], other.of_torch.states[_CPU]):
             return False
         return self._same_numpy_as(other)
 
@@ -100,8 +104,6 @@ class AllRNG:
 
 
 def _get(device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return torch.get_rng_state()
     if device.type == "mps":  # one device, and so no argument to name it
         return torch.mps.get_rng_state()
     state: Tensor = torch.get_device_module(device).get_rng_state(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,9 +30,7 @@ class Roster:
             [next(i for i, h in enumerate(groups) if _same_rate(h["lr"], g["lr"])) for g in groups],
             list(map(id, params)),
             list(map(type, params)),  # others put parts in their places
-            [p.requires_grad for p in params],
-            [p.dtype for p in params],
-            [p.device for p in params],
+            list(map(attrgetter("requires_grad", "dtype", "device"), params)),
         )
         if self._key != key:
             self._key, self._players, self._alone = key, gather(groups, model), {}

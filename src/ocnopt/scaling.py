@@ -7,7 +7,7 @@ the tape must follow, or they would speak of another loss than the gradients do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -22,20 +22,53 @@ _PARAMETERS, _ENTRIES = 16, 256
 _CLIPPED = 5
 
 
+class Taken:
+    """A few entries of some gradients on one device, one after the other, as a backward pass left them."""
+
+    def __init__(self, parameters: list[Tensor], entries: Tensor | None = None) -> None:
+        self.parameters, grads = parameters, _grads(parameters)
+        #: the gradients themselves, and how often each was written to
+        self.left = [(grad, grad._version) for grad in grads]
+        self.entries = _entries(grads) if entries is None else entries
+
+    @property
+    def is_left(self) -> bool:
+        """Has nobody touched one of the gradients since?"""
+        both = zip(self.parameters, self.left, strict=True)
+        return any(p.grad is grad and grad._version == version for p, (grad, version) in both)
+
+    def by_parameter(self) -> dict[Tensor, Tensor]:
+        sizes = [min(p.numel(), _ENTRIES) for p in self.parameters]
+        return dict(zip(self.parameters, self.entries.split(sizes), strict=True))
+
+    def but_for(self, gone: Container[Tensor]) -> list[Taken]:
+        """Without some of the parameters, or none at all."""
+        if not any(p in gone for p in self.parameters):
+            return [self]
+        rest = {p: part for p, part in self.by_parameter().items() if p not in gone}
+        if not rest:
+            return []
+        taken = Taken(list(rest), torch.cat(list(rest.values())))
+        taken.left = [left for p, left in zip(self.parameters, self.left, strict=True) if p in rest]
+        return [taken]
+
+
 class Scaling:
     """Remembers a few entries of a few gradients, of those that come first."""
 
     def __init__(self, model: nn.Module, wanted: Callable[[], bool]) -> None:
+        """``wanted``: is it of interest what becomes of the gradients of the backward pass under way?"""
         trained = sorted((p for p in model.parameters() if p.requires_grad), key=Tensor.numel)
         self._watched = trained[:_PARAMETERS]  # of all processes together: the smallest
         self._wanted = wanted
         self._shared = set(self._watched)
         self._hooks: dict[Tensor, RemovableHandle] = {}
-        self._kept: dict[Tensor, Tensor] = {}  # some entries of a gradient, as the backward pass left them
-        self._left: dict[Tensor, tuple[Tensor, int]] = {}  # the gradient itself, and how often it was written to
+        self._known: dict[Tensor, None] = {}  # the parameters whose gradients are looked at in this step
+        self._taken: list[Taken] = []
         self._pairs: list[tuple[Tensor, Tensor]] | None = None
         self._waiting: dict[Tensor, None] = {}  # those that are to be looked at when the backward pass is over
-        self._task, self._alone = -1, False  # which one; and is this process alone with its gradients?
+        self._task = -1  # which one
+        self._wants = self._together = False  # in it: are gradients looked at? Do several processes share them?
         self.watch(model.parameters())
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
@@ -51,54 +84,64 @@ class Scaling:
         self.clear()
 
     def _keep(self, p: Tensor) -> None:
-        known, others = p in self._kept or p in self._waiting, len(self._kept) + len(self._waiting)
-        if not known and others >= _PARAMETERS and not (p in self._shared and _several_processes()):
+        task = torch._C._current_graph_task_id()
+        if task != self._task or task == -1:
+            self._begin(task)
+        if not self._wants or (len(self._known) >= _PARAMETERS and p not in self._known and not self._is_shared(p)):
             return
-        if not self._wanted() or p.grad is None or _untouched(p):
+        ours_alone = len(p._post_accumulate_grad_hooks or ()) == 1
+        if p.grad is None or (ours_alone and whole_step.undisturbed()):  # the step finds it as it is
             return
-        if self._is_left_alone(p):
+        self._known[p] = None
+        if ours_alone and task != -1 and not self._together:  # nobody writes to it before the backward pass is over
             self._waiting[p] = None
         else:
             self._take([p])
 
-    def _is_left_alone(self, p: Tensor) -> bool:
-        """Does nobody write to the gradient before the backward pass is over? Then it is looked at with others."""
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task, self._alone = task, task != -1 and not _several_processes()
-            if self._alone:
-                Variable._execution_engine.queue_callback(self._settle)
-        return self._alone and _hooks_on(p) == 1  # none but ours
+    def _begin(self, task: int) -> None:
+        """A backward pass has come to its first gradient."""
+        self._task, self._wants, self._together = task, self._wanted(), _several_processes()
+        if self._wants and task != -1:
+            Variable._execution_engine.queue_callback(self._settle)
 
-    @torch.no_grad()
+    def _is_shared(self, p: Tensor) -> bool:
+        return self._together and p in self._shared
+
     def _settle(self) -> None:
         waiting, self._waiting = self._waiting, {}
-        self._take([p for p in waiting if p.grad is not None])
+        if waiting:
+            self._take([p for p in waiting if p.grad is not None])
 
+    @torch.no_grad()
     def _take(self, parameters: list[Tensor]) -> None:
-        """Copies of what is there, few operations for many."""
-        alike: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
-        for p in parameters:
-            assert p.grad is not None
-            self._left[p] = p.grad, p.grad._version
-            alike.setdefault((p.grad.device, p.grad.dtype), []).append((p, _sample(p.grad)))
-        for theirs in alike.values():
-            samples = [sample for _, sample in theirs]
-            parts = torch.cat(samples).split([len(sample) for sample in samples])
-            self._kept |= {p: part for (p, _), part in zip(theirs, parts, strict=True)}
+        """Copies of what is there, one operation for many; they take the place of earlier ones."""
+        if self._taken:
+            self._taken = [left for taken in self._taken for left in taken.but_for(set(parameters))]
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for p, grad in zip(parameters, _grads(parameters), strict=True):
+            alike.setdefault((grad.device, grad.dtype), []).append(p)
+        self._taken += map(Taken, alike.values())
 
     def clear(self) -> None:
-        self._kept.clear()
-        self._left.clear()
+        self._known.clear()
+        self._taken.clear()
         self._waiting.clear()
         self._pairs = None
 
     @property
+    def kept(self) -> dict[Tensor, Tensor]:
+        """Entries as the backward pass left them."""
+        return {p: part for taken in self._taken for p, part in taken.by_parameter().items()}
+
+    @property
+    @torch.no_grad()
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Entries as the backward pass left them, and as they are when they are first asked for."""
         if self._pairs is None:
             self._settle()
-            self._pairs = [(then, _sample(p.grad)) for p, then in self._kept.items() if p.grad is not None]
+            gone = {p for taken in self._taken for p in taken.parameters if p.grad is None}
+            left = [there for taken in self._taken for there in taken.but_for(gone)]
+            self._pairs = [(taken.entries, _entries(_grads(taken.parameters))) for taken in left]
         return self._pairs
 
     @pairs.setter
@@ -109,10 +152,11 @@ class Scaling:
     def gone(self) -> bool:
         """Were there gradients that somebody has set to ``None`` or to zero? Only touched ones are looked at."""
         self._settle()  # what a backward pass left that was interrupted
-        if any(p.grad is grad and grad._version == version for p, (grad, version) in self._left.items()):
+        if not self._taken or any(taken.is_left for taken in self._taken):
             return False
-        there = any(bool(then.any()) for then in self._kept.values())
-        return there and not any(bool(_sample(p.grad).any()) for p in self._kept if p.grad is not None)
+        there = any(bool(taken.entries.any()) for taken in self._taken)
+        grads = (p.grad for taken in self._taken for p in taken.parameters)
+        return there and not any(bool(_sample(grad).any()) for grad in grads if grad is not None)
 
     @torch.no_grad()
     def factor(self, world: World) -> Tensor | None:
@@ -137,13 +181,13 @@ class Scaling:
 
         A process that did not use a parameter has no share in its gradient.
         """
-        columns = []  # equally many everywhere
+        columns, kept = [], self.kept  # equally many everywhere
         for p in self._watched:
             column = torch.zeros(3, min(p.numel(), _ENTRIES), dtype=torch.float64, device=p.device)
             if p.grad is not None:
                 column[0] = _sample(p.grad)
-                if p in self._kept:
-                    column[1], column[2] = self._kept[p], 1.0
+                if p in kept:
+                    column[1], column[2] = kept[p], 1.0
             columns.append(column.to(self._watched[0].device))
         now, *sums = torch.cat(columns, 1)
         world.sum_(sums)
@@ -151,24 +195,22 @@ class Scaling:
         return then / world.size, torch.where(there > 0, now, 0)
 
 
-def _untouched(p: Tensor) -> bool:
-    """Is it certain that the step finds the gradient as the backward pass leaves it?"""
-    return whole_step.undisturbed() and _hooks_on(p) == 1  # none but ours
-
-
-def _hooks_on(p: Tensor) -> int:
-    return len(p._post_accumulate_grad_hooks or ())
-
-
 def _several_processes() -> bool:
     """Their gradients may be on the way to each other before the backward pass is over."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def _grads(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def _entries(grads: Iterable[Tensor]) -> Tensor:
+    return torch.cat([_sample(grad) for grad in grads])
+
+
 def _sample(grad: Tensor) -> Tensor:
-    grad = grad.detach()
     entries = grad if grad.dim() == 1 else grad.reshape(-1)
-    return entries if len(entries) <= _ENTRIES else entries[:_ENTRIES]
+    return entries if entries.numel() <= _ENTRIES else entries[:_ENTRIES]
 
 
 def _ratio(then: Tensor, now: Tensor) -> Tensor:

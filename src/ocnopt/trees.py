@@ -21,13 +21,17 @@ def tensors(tree: Any) -> list[Tensor]:
     if isinstance(tree, Tensor):
         return [tree]
     kind = type(tree)
-    if kind is tuple or kind is list:
-        return [t for part in tree for t in tensors(part)]
-    if kind is dict:
-        return [t for part in tree.values() for t in tensors(part)]
     if tree is None or kind in _NO_TENSORS:
         return []
-    return [t for t in _pytree.tree_leaves(tree) if isinstance(t, Tensor)]
+    if kind is not tuple and kind is not list and kind is not dict:
+        return [t for t in _pytree.tree_leaves(tree) if isinstance(t, Tensor)]
+    found: list[Tensor] = []
+    for part in tree.values() if kind is dict else tree:
+        if isinstance(part, Tensor):
+            found.append(part)
+        else:
+            found += tensors(part)
+    return found
 
 
 def mapped(change: Callable[[Tensor], Any], tree: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -78,21 +79,21 @@ class Inputs:
     """Where a graph reads what is somewhere else at each step."""
 
     def __init__(self, taken: Sequence[Tensor]) -> None:
-        self.places = [t.detach().clone() for t in taken]
+        self.places, self._kinds = [t.detach().clone() for t in taken], _kinds(taken)
         self._alike: dict[torch.dtype, list[int]] = {}
         for i, t in enumerate(taken):
             self._alike.setdefault(t.dtype, []).append(i)
 
     def fit(self, taken: Sequence[Tensor]) -> bool:
-        if len(taken) != len(self.places):
-            return False
-        return all(
-            t.shape == place.shape and t.dtype == place.dtype for t, place in zip(taken, self.places, strict=True)
-        )
+        return _kinds(taken) == self._kinds
 
     def fill(self, taken: Sequence[Tensor]) -> None:
         for index in self._alike.values():
             torch._foreach_copy_([self.places[i] for i in index], [taken[i] for i in index])
+
+
+def _kinds(tensors: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+    return [*map(attrgetter("shape", "dtype"), tensors)]
 
 
 class Rates:

@@ -429,10 +429,17 @@ def _pairs(dtype: torch.dtype) -> list[dots.Pair]:
     return [dots.Pair(*pair) for pair in zip(x, y, rows, strict=True)]
 
 
+def _each(pairs: list[dots.Pair]) -> list[Tensor]:
+    """Their products, pair by pair."""
+    found, places = dots.dots(pairs), dots.places(pairs)
+    assert len(found) == places[-1] + max(pairs[-1].rows, 1)
+    return [found[i : i + pair.rows] if pair.rows else found[i] for pair, i in zip(pairs, places, strict=True)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_inner_products(dtype: torch.dtype) -> None:
     pairs = _pairs(dtype)
-    for pair, found in zip(pairs, dots.dots(pairs), strict=True):
+    for pair, found in zip(pairs, _each(pairs), strict=True):
         x, y = (t.double().reshape(pair.rows or 1, -1) for t in (pair.x, pair.y))
         expected = torch.linalg.vecdot(x, y).reshape((pair.rows,) if pair.rows else ())
         assert found.dtype == torch.float32
@@ -443,7 +450,7 @@ def test_many_inner_products_are_those_of_each() -> None:
     """To the last digit: what is taken off a product may have been formed with others."""
     whole = [pair for pair in _pairs(torch.float32) if not pair.rows]
     for _ in range(2):
-        for pair, found in zip(whole, dots.dots(whole), strict=True):
+        for pair, found in zip(whole, _each(whole), strict=True):
             order = (0, 2, 3, 1)[: pair.x.dim()] if pair.x.dim() == 4 else (0,)
             assert torch.equal(found, dots.dot(*(t.permute(order).reshape(-1) for t in pair[:2])))
 

@@ -13,8 +13,10 @@ from tests.toys import batches
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ocnopt import OCNOpt, replays, whole_step
+from ocnopt import OCNOpt, intake, readings, replays, whole_step
+from ocnopt.fused import dots
 from ocnopt.problem import Problem
+from ocnopt.readings import Products, Reading
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +32,45 @@ def test_the_numbers_are_those_of_ordinary_steps(kind: str, game: dict[str, Any]
     assert_same(ours, theirs)
     assert reasons.count(None) >= 5, reasons
     assert Graph.replays == reasons.count(None)
+
+
+def _dots(pairs: list[dots.Pair]) -> Tensor:
+    """As the kernels of a GPU form them."""
+    return torch.cat([(pair.x * pair.y).reshape(pair.rows or 1, -1).sum(1) for pair in pairs])
+
+
+@pytest.mark.parametrize("held", [0, 2**30])
+@pytest.mark.parametrize("kind", ["chain", "residual"])
+@pytest.mark.parametrize("game", [NONLINEAR, {**NONLINEAR, "rank": 3}], ids=str)
+def test_products_that_were_formed_together_are_read_where_they_are(
+    kind: str, game: dict[str, Any], held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = make(kind, **game, graphed=False)
+    train(*plain, data(kind, 22))
+    monkeypatch.setattr(readings, "_HELD", held)
+    monkeypatch.setattr(dots, "can_wait", lambda x, y: True)
+    monkeypatch.setattr(dots, "dots", _dots)
+    ours, theirs, reasons = both(kind, data(kind, 22), **game)
+    assert_same(ours, theirs)
+    assert_same(ours, plain)
+    assert reasons.count(None) >= 5, reasons
+
+
+def test_products_in_another_order_make_another_kind_of_step() -> None:
+    shared, two = Products(torch.tensor([2.0, 3.0])), [Reading(torch.ones(()), None) for _ in range(2)]
+
+    def kind(*places: int) -> Any:
+        found: list[Tensor] = []
+        for reading, first in zip(two, places, strict=True):
+            reading.adjoint, reading.among = torch.ones(()), (shared, first)
+        there, numbers = {}, [2.0, 3.0]
+        kind = intake._arrived(two, found, there)
+        assert list(there) == [shared]
+        assert len(found) == 2
+        assert [float(reading.before) for reading in two] == [numbers[first] for first in places]
+        return kind
+
+    assert kind(0, 1) == kind(0, 1) != kind(1, 0)
 
 
 @pytest.mark.parametrize("rate", [0.3, torch.tensor(0.3, dtype=torch.float64)])

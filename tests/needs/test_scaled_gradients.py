@@ -233,7 +233,8 @@ def _entries(model: nn.Module) -> list[Tensor]:
 
 
 def _kept(scaling: Any, model: nn.Module) -> list[Tensor]:
-    return [scaling._kept[p] for p in model.parameters()]
+    kept = scaling.kept
+    return [kept[p] for p in model.parameters()]
 
 
 def _once(model: nn.Module) -> None:
@@ -246,7 +247,9 @@ def test_gradients_are_looked_at_when_the_backward_pass_is_over() -> None:
     scaling = opt._tape.scaling
     assert not scaling._waiting
     assert_identical(_kept(scaling, model), grads)
-    assert all(scaling._left[p][0] is p.grad for p in model.parameters())
+    assert all(taken.is_left for taken in scaling._taken)
+    held = [grad for taken in scaling._taken for grad, _ in taken.left]
+    assert {id(grad) for grad in held} == {id(p.grad) for p in model.parameters()}
 
 
 def test_who_writes_to_them_in_the_backward_pass_comes_later() -> None:
@@ -287,7 +290,7 @@ def test_several_processes_send_gradients_before_the_backward_pass_is_over(monke
     (x, y), _ = batches(2)
     loss, seen = cross_entropy(model(x), y), []
     torch.autograd.graph.get_gradient_edge(first).node.register_hook(
-        lambda *_: seen.append(first in opt._tape.scaling._kept)
+        lambda *_: seen.append(first in opt._tape.scaling.kept)
     )
     loss.backward()
     assert seen == [True]

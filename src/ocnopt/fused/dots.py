@@ -139,8 +139,15 @@ def in_same_order(x: Tensor, y: Tensor) -> bool:
     return x.dim() == 4 and x.is_contiguous(memory_format=last) and y.is_contiguous(memory_format=last)
 
 
-def dots(pairs: Sequence[Pair]) -> list[Tensor] | None:
-    """⟨x, y⟩ of each, in float32, on one device and of the same dtypes; ``None`` where that cannot be had."""
+def places(pairs: Sequence[Pair]) -> list[int]:
+    """Where the products of each begin among those of all."""
+    return [*accumulate([pair.rows or 1 for pair in pairs[:-1]], initial=0)]
+
+
+def dots(pairs: Sequence[Pair]) -> Tensor | None:
+    """⟨x, y⟩ of each, one after the other, in float32; all on one device and of the same dtypes. ``None`` where that
+    cannot be had.
+    """
     kernels, (x, y, _) = support.kernels(), pairs[0]
     plan = _plans.of(x.device, tuple([(pair.x.numel(), pair.rows) for pair in pairs]), kernels.BLOCK)
     row = [pair.x.data_ptr() for pair in pairs] + [pair.y.data_ptr() for pair in pairs]
@@ -157,8 +164,7 @@ def dots(pairs: Sequence[Pair]) -> list[Tensor] | None:
     except Exception as error:
         support.breaks(error)
         return None
-    each = results.split([pair.rows or 1 for pair in pairs])
-    return [found if pair.rows else found[0] for pair, found in zip(pairs, each, strict=True)]
+    return results
 
 
 #: of each pair, how many numbers there are, in how many rows

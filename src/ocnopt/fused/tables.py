@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ocnopt import whole_step
 
-#: shape and strides of each parameter
-Order = list[tuple[torch.Size, tuple[int, ...]]]
+#: shapes and strides of all parameters
+Order = tuple[list[torch.Size], list[tuple[int, ...]]]
 
 
 class Table(NamedTuple):
@@ -65,15 +65,15 @@ class Layout:
         the numbers of a parameter are not as many as they were, or not in the same order in all columns, or where
         state is not of float32.
         """
-        addresses = [[] if column is None else [t.data_ptr() for t in column] for column in others]
+        addresses = [[*map(Tensor.data_ptr, column or ())] for column in others]
         if self._others is None or self._others[0] != addresses:
             rows = [row or [0] * self.width for row in addresses]
             aligned = not any(address % 16 for row in rows for address in row)
             self._others = addresses, self._sent(rows), self._order(*others), aligned
         _, sent, order, aligned = self._others
-        if order != [(g.shape, g.stride()) for g in grads]:
+        if order != _order(grads):
             return None
-        mine = [g.data_ptr() for g in grads]
+        mine = [*map(Tensor.data_ptr, grads)]
         aligned = aligned and not any(address % 16 for address in mine)
         if whole_step.capturing():
             whole_step.keep(self.chunks, self.firsts, self._decays, sent)
@@ -131,9 +131,13 @@ class Layout:
         return pinned.copy_(torch.tensor(row)).to(self.device, non_blocking=True)
 
     def _order(self, params: Sequence[Tensor] | None, *state: Sequence[Tensor] | None) -> Order | None:
-        """Shape and strides of each parameter, if they are the same in all columns."""
+        """Shapes and strides of the parameters, if they are the same in all columns."""
         known = [column for column in state if column is not None]
-        orders = [[(t.shape, t.stride()) for t in column] for column in (params or (), *known)]
+        orders = [_order(column) for column in (params or (), *known)]
         wide = all(t.dtype == torch.float32 for column in known for t in column)
-        alike = all(each == orders[0] for each in orders) and [shape for shape, _ in orders[0]] == self._shapes
+        alike = all(each == orders[0] for each in orders) and orders[0][0] == self._shapes
         return orders[0] if wide and alike else None
+
+
+def _order(tensors: Sequence[Tensor]) -> Order:
+    return [*map(Tensor.size, tensors)], [*map(Tensor.stride, tensors)]
