@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ocnopt.again import again
 from ocnopt.capture import Tape
 from ocnopt.groups import Part
 from ocnopt.readings import Reading, arrived
@@ -166,8 +167,9 @@ def in_order(tape: Tape, this: Pass, follower: InOrder) -> Tensor | None:
     """Run the model a second time. Returns the predicted change of the loss, ⟨∂L/∂x_K, δx_K⟩."""
     assert this.environment is not None
     follower.act_before_all()
+    functions = [] if this.flow is None else [entry.target for entry in this.flow.entries if entry.kind == "operation"]
     try:
-        with tape.following(follower), this.environment.repeated():
+        with tape.following(follower), this.environment.repeated(), again(functions):
             output = tape.model(*this.args, **this.kwargs)
     except Exception as error:
         error.add_note("feedback='nonlinear' runs the model again, without gradients; feedback='linear' does not")
