@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from ocnopt import OCNOpt
 from ocnopt.multi import _chunks, _few_launches, inner
+from ocnopt.readings import products
 
 
 class Peak(TorchDispatchMode):
@@ -76,6 +77,14 @@ def test_products_are_written_down_a_few_at_a_time() -> None:
     xs, ys = ([torch.randn(n, dtype=torch.float64) for n in (3, 1500, 3, 4000, 1, 1)] for _ in range(2))
     for chunk in (1, 6, 2000, 10**6):
         torch.testing.assert_close(_few_launches(xs, ys, chunk), inner(xs, ys))
+
+
+def test_products_of_rows_are_written_down_some_at_a_time() -> None:
+    x, y = torch.randn(2, 70, 2**16).double()
+    with Peak() as peak:
+        found = products(x, y)
+    torch.testing.assert_close(found, torch.linalg.vecdot(x, y))
+    assert peak.most < x.nbytes / 2
 
 
 class Residual(nn.Module):
