@@ -109,9 +109,11 @@ class Tape:
             self.rollout = None
 
     def release(self) -> None:
-        """Give back what is needed neither for metrics nor for group gradients any more: a second pass wants memory."""
+        """Give back what metrics and group gradients have been made of: a second pass wants memory."""
         for record in self.records:
-            record.readings, record.outputs, record.args, record.kwargs = {}, {}, (), {}
+            record.args, record.kwargs = (), {}
+            if not record.origin.whole:  # what a layer wrote is compared with it
+                record.h = {}
 
     def clear(self) -> None:
         """Forget what arrived. The graph may still be alive: a second backward pass through it starts from nothing."""

@@ -17,6 +17,7 @@ from torch.autograd import Variable
 from ocnopt.fused import dots
 from ocnopt.groups import Groups
 from ocnopt.layers.base import compute_dtype
+from ocnopt.layers.outer import piece_of
 from ocnopt.linalg import without_autocast
 
 K = TypeVar("K")
@@ -267,11 +268,13 @@ def product(x: Tensor, y: Tensor, less: Tensor | None = None) -> Tensor:
 
 @without_autocast()
 def products(x: Tensor, y: Tensor) -> Tensor:
-    """``[rows]``: ⟨x_i, y_i⟩."""
+    """``[rows]``: ⟨x_i, y_i⟩. Torch writes all numbers x_ij y_ij down, so some rows at a time."""
     x, y = _wide(*_in_order(x, y))
     width = x.numel() // max(len(x), 1)
-    found: Tensor = torch.linalg.vecdot(x.reshape(len(x), width), y.reshape(len(x), width))
-    return found
+    rows = max(piece_of(x.device) // max(width, 1), 1)
+    parts = zip(*(t.reshape(len(x), width).split(rows) for t in (x, y)), strict=True)
+    found = [torch.linalg.vecdot(*part) for part in parts]
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _in_order(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ocnopt.again import again
 from ocnopt.capture import Tape
 from ocnopt.groups import Part
 from ocnopt.readings import Reading, arrived
@@ -111,7 +112,7 @@ class InOrder(Rollout):
         if record is not None and (stage is not None or not self.chain):  # in a chain nobody else asks for s
             self._into = self._change(arrived(record.readings), now)
         if record is not None:  # its memory is wanted by the layers to come
-            record.readings, record.args, record.kwargs = {}, (), {}
+            record.readings = {}
         self._running = record
         if self.chain and self._into is not None:
             self.s, self.unseen = self._into, []
@@ -130,7 +131,7 @@ class InOrder(Rollout):
         known = record.h.keys() <= wrote.keys() and all(wrote[i].shape == h.shape for i, h in record.h.items())
         written = {i: Reading.of(h, wrote[i], batch) for i, h in record.h.items()} if known else None
         out, seat = None if written is None else self._change(written, outputs), self.seat_of.get(name, -1)
-        record.outputs = {}
+        record.outputs, record.h = {}, {}
         if out is None or self._into is None:
             self._predict([seat])
             return
@@ -177,9 +178,11 @@ class InOrder(Rollout):
 def in_order(tape: Tape, this: Pass, follower: InOrder) -> Tensor | None:
     """Run the model a second time. Returns the predicted change of the loss, ⟨∂L/∂x_K, δx_K⟩."""
     assert this.environment is not None
+    tape.release()
     follower.act_before_all()
+    functions = [] if this.flow is None else [entry.target for entry in this.flow.entries if entry.kind == "operation"]
     try:
-        with tape.following(follower), this.environment.repeated():
+        with tape.following(follower), this.environment.repeated(), again(functions):
             output = tape.model(*this.args, **this.kwargs)
     except Exception as error:
         error.add_note("feedback='nonlinear' runs the model again, without gradients; feedback='linear' does not")

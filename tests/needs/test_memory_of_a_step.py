@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from ocnopt import OCNOpt
 from ocnopt.multi import _chunks, _few_launches, inner
+from ocnopt.readings import products
 
 
 class Peak(TorchDispatchMode):
@@ -76,3 +77,62 @@ def test_products_are_written_down_a_few_at_a_time() -> None:
     xs, ys = ([torch.randn(n, dtype=torch.float64) for n in (3, 1500, 3, 4000, 1, 1)] for _ in range(2))
     for chunk in (1, 6, 2000, 10**6):
         torch.testing.assert_close(_few_launches(xs, ys, chunk), inner(xs, ys))
+
+
+def test_products_of_rows_are_written_down_some_at_a_time() -> None:
+    x, y = torch.randn(2, 70, 2**16).double()
+    with Peak() as peak:
+        found = products(x, y)
+    torch.testing.assert_close(found, torch.linalg.vecdot(x, y))
+    assert peak.most < x.nbytes / 2
+
+
+class Residual(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.inner(x)
+        return out
+
+
+class Listening(TorchDispatchMode):
+    """How many of the adjoints at the outputs of convolutions are still there while a step convolves?"""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.told: list[weakref.ref[torch.UntypedStorage]] = []
+        self.there: list[int] = []
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d):
+                module.register_forward_hook(lambda _module, _args, out: self._listen(out))
+
+    def _listen(self, out: Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(lambda h: self.told.append(weakref.ref(h.untyped_storage())))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.convolution.default:
+            self.there.append(sum(each() is not None for each in self.told))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("chain", [True, False])
+def test_a_second_pass_finds_room(chain: bool) -> None:
+    """What group gradients were made of is gone when the network runs again."""
+    torch.manual_seed(0)
+    second = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh())
+    layers = nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), second if chain else Residual(second), nn.Flatten()
+    model = nn.Sequential(*layers, nn.Linear(256, 3))
+    opt = OCNOpt(model.parameters(), 1e-3, model=model, curvature="identity", feedback="nonlinear", rank=2)
+    listening = Listening(model)
+    for _ in range(4):
+        listening.told.clear()
+        listening.there.clear()
+        opt.zero_grad()
+        model(torch.randn(6, 1, 8, 8)).square().sum().backward()
+        assert len(listening.told) == 2
+        with listening:
+            opt.step()
+    assert listening.there == [0, 0]

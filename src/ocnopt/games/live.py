@@ -133,7 +133,9 @@ def roll_out(
     """Run the network stage by stage, each on all passes before the next. Returns the predicted change of the loss."""
     first, zero = passes[0], measures[0].zero()
     assert first.this.environment is not None
-    first.tape.release()  # what is needed is in the terms
+    first.tape.release()
+    for record in first.tape.records:  # what is compared is in the terms
+        record.readings, record.outputs, record.h = {}, {}, {}
     base = zero
     for stage in stages.uncalled:
         act(stage, base)

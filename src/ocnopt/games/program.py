@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.nn.functional import batch_norm
 from torch.nn.modules import module as torch_module
 
+from ocnopt.again import QUICKER
 from ocnopt.games.flow import Draws, Flow, Mode, Overwriting, Value, attribute, filled
 from ocnopt.games.schedule import Placement
 from ocnopt.trees import tensors
@@ -72,6 +73,8 @@ class Program:
             read = [a.turn for a in args if isinstance(a, Value)]
             changed = read[target.place]
             spent = changed if changed in dead and read.count(changed) == 1 else -1
+        elif node.op == "call_function":
+            target = QUICKER.get(target, target)
         beside = tuple(held - {spent}) if spent >= 0 else ()
         meta = node.meta.get("entry", -1), node.meta.get("mode")
         return Call(node.op, target, self.slots[node], args, kwargs, flat, *meta, dead, spent, beside)
