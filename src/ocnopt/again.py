@@ -1,6 +1,7 @@
-"""Operations of a pass that nobody differentiates, without what only a backward pass needs: the same numbers, sooner.
+"""Operations of a pass that nobody differentiates, without what only a first pass is for: the same numbers, sooner.
 
-On a CPU most of the time of a max pooling goes into the places of the maxima.
+On a CPU most of the time of a max pooling goes into the places of the maxima. Averages of batch norms are put back
+after a second pass, whatever it makes of them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -88,3 +89,11 @@ class Again(TorchFunctionMode):
 def again(functions: Iterable[Any]) -> AbstractContextManager[Any]:
     """A block in which these functions are going to be called, among others."""
     return Again() if any(function in QUICKER for function in functions) else nullcontext()
+
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def normalised(module: Any, x: Tensor) -> Tensor:
+    """What one of these does in training, without its averages."""
+    return F.batch_norm(x, None, None, module.weight, module.bias, True, 0.0, module.eps)

@@ -73,6 +73,9 @@ class Studio:
         if why is not None:
             wheels.undo()
             return why
+        for act in own.later:
+            act()
+        own.later.clear()
         recording = Recording(graph, result, wheels, own)
         self._graphs.add(recording)
         return recording

@@ -28,6 +28,7 @@ class Capture:
     pointing: bool = False  # is it told before each replay where gradients are?
     kept: list[Any] = field(default_factory=list)
     made: dict[Hashable, Any] = field(default_factory=dict)
+    later: list[Callable[[], object]] = field(default_factory=list)  # to be done once, when all is captured
 
 
 _underway: Capture | None = None
@@ -70,6 +71,12 @@ def keep(*things: Any) -> None:
     """A graph that is being captured, if any, is going to read these."""
     if capturing():
         (_underway or _forever).kept.append(things)
+
+
+def afterwards(act: Callable[[], object]) -> None:
+    """When the step that is being captured is, and before it first runs."""
+    assert _underway is not None
+    _underway.later.append(act)
 
 
 def remembered(function: Callable[P, T]) -> Callable[P, T]:

@@ -61,14 +61,14 @@ class FusedActor(Actor):
     def _look(self) -> bool:
         """Form the products of the recursion."""
         layout, table = self.layout, self._table(self.grads)
-        columns = [] if self.columns is None else self.layout.columns(self.columns)
-        if table is None or columns is None:
+        if table is None:
+            return False
+        columns = (table.grads, True) if self.columns is None else layout.columns(self.columns)
+        if columns is None:
             return False
         self.table, width = table, self.rank**2 + 2 * self.rank + 1
-        self.groups = table.grads if self.columns is None else layout.sent_columns(columns)
-        self._aligned = table.aligned and not any(address % 16 for address in columns)
-        if self.columns is not None and any(p.numel() % 4 for p in self.params):
-            self._aligned = False
+        self.groups, aligned = columns
+        self._aligned = table.aligned and aligned
         partials = self.grads[0].new_empty(width * (layout.total + layout.width) + 1, dtype=torch.float32)
         self.rows = partials[-width * layout.width - 1 : -1].view(-1, width)
         self.correction = partials[-1]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ocnopt import whole_step
 from ocnopt.fused import support
+from ocnopt.fused.tables import Addresses
 from ocnopt.groups import Groups
 
 #: up to so many work on one sum, or on as many as there are rows
@@ -151,9 +152,10 @@ def dots(pairs: Sequence[Pair]) -> Tensor | None:
     kernels, (x, y, _) = support.kernels(), pairs[0]
     plan = _plans.of(x.device, tuple([(pair.x.numel(), pair.rows) for pair in pairs]), kernels.BLOCK)
     row = [pair.x.data_ptr() for pair in pairs] + [pair.y.data_ptr() for pair in pairs]
-    addresses = None if plan is None else plan.addresses(row)
+    addresses = None if plan is None else plan.addresses.of(row)
     if plan is None or addresses is None:
         return None
+    whole_step.keep(plan)
     partials = torch.empty(len(plan.shares), dtype=torch.float32, device=x.device)
     results = torch.empty(plan.products, dtype=torch.float32, device=x.device)
     how = {"X": kernels.KINDS[x.dtype], "Y": kernels.KINDS[y.dtype], "BLOCK": kernels.BLOCK}
@@ -175,7 +177,6 @@ class _Plan:
     """Who adds up what, for pairs of these sizes."""
 
     def __init__(self, device: torch.device, sizes: Sizes, block: int) -> None:
-        self.device, self._pairs = device, len(sizes)
         shares, counts = [], []
         for which, (numbers, rows) in enumerate(sizes):
             width = numbers // max(rows, 1)
@@ -189,27 +190,7 @@ class _Plan:
         self.firsts = torch.tensor([*accumulate(counts, initial=0)]).to(device, non_blocking=True)
         #: do all rows begin at multiples of 16 numbers?
         self.aligned = all(numbers // rows % 16 == 0 for numbers, rows in sizes if rows)
-        self._sent: tuple[list[int], Tensor] | None = None
-        self._pinned: Tensor | None = None  # memory for the row of a graph, which can take none by itself
-
-    @property
-    def has_room(self) -> bool:
-        """For a graph."""
-        return self._pinned is not None
-
-    def addresses(self, row: list[int]) -> Tensor | None:
-        """On the device: mostly they are those of the step before. A graph can do it once, after an ordinary step."""
-        if self.device.type != "cuda":
-            return torch.tensor(row)
-        if whole_step.capturing():
-            pinned, self._pinned = self._pinned, None
-            whole_step.keep(self.shares, self.firsts, pinned)
-            return None if pinned is None else pinned.copy_(torch.tensor(row)).to(self.device, non_blocking=True)
-        if self._pinned is None:
-            self._pinned = torch.empty(2 * self._pairs, dtype=torch.int64, pin_memory=True)
-        if self._sent is None or self._sent[0] != row:
-            self._sent = row, torch.tensor(row).to(self.device, non_blocking=True)
-        return self._sent[1]
+        self.addresses = Addresses(device)
 
 
 class _Plans:
@@ -220,8 +201,7 @@ class _Plans:
 
     def of(self, device: torch.device, sizes: Sizes, block: int) -> _Plan | None:
         if device.type == "cuda" and whole_step.capturing():  # a graph can make none
-            known = (plan for key, plan in self._known.items() if key[:2] == (sizes, device))
-            return next((plan for plan in known if plan.has_room), None)  # not one that another graph has used
+            return next((plan for key, plan in self._known.items() if key[:2] == (sizes, device)), None)
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         key = sizes, device, stream
         self._known[key] = plan = self._known.pop(key, None) or _Plan(device, sizes, block)

@@ -23,6 +23,41 @@ class Table(NamedTuple):
     aligned: bool  # do all begin at multiples of 16 bytes, so that four numbers can be fetched at a time?
 
 
+class Addresses:
+    """Where some tensors are, on the device: mostly where they were a step before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._row = device, list[int]()
+        self._sent: Tensor | None = None
+        self._pinned: Tensor | None = None  # memory for a graph of somebody else's, which can take none by itself
+
+    def of(self, row: list[int]) -> Tensor | None:
+        """``None`` where a graph of somebody else's comes before an ordinary step, or after another graph."""
+        if whole_step.underway():  # they are the same whenever it runs
+            found = torch.empty(len(row), dtype=torch.int64, device=self._device)
+            whole_step.keep(found)
+            whole_step.afterwards(lambda: found.copy_(torch.tensor(row)))
+            return found
+        if whole_step.capturing():
+            pinned, self._pinned = self._pinned, None
+            whole_step.keep(pinned)
+            return None if pinned is None else pinned.copy_(torch.tensor(row)).to(self._device, non_blocking=True)
+        self.make_room(row)
+        if self._sent is None or self._row != row:
+            self._row, self._sent = row, sent(row, self._device)
+        return self._sent
+
+    def make_room(self, row: list[int]) -> None:
+        """For a graph to come."""
+        if self._pinned is None and self._device.type == "cuda" and not whole_step.capturing():
+            self._pinned = torch.empty(len(row), dtype=torch.int64, pin_memory=True)
+
+
+def sent(rows: Sequence[object], device: torch.device) -> Tensor:
+    """To the device, without waiting for it: what is small is copied aside at once, and sent in its turn."""
+    return torch.tensor(rows).to(device, non_blocking=True)
+
+
 class Layout:
     """A list of parameters, in chunks."""
 
@@ -31,13 +66,12 @@ class Layout:
         counts = [-(-p.numel() // chunk) for p in params]
         self.ends = list(accumulate(counts, initial=0))
         rows = [(i, j, params[i].numel()) for i, count in enumerate(counts) for j in range(count)]
-        self.chunks = self._sent(rows)  # [chunks, 3]: parameter, which chunk of it, where the parameter ends
-        self.firsts = self._sent(self.ends)
+        self.chunks = sent(rows, self.device)  # [chunks, 3]: parameter, which chunk of it, where the parameter ends
+        self.firsts = sent(self.ends, self.device)
         self._decays: tuple[list[float], Tensor] | None = None
         self._others: tuple[list[list[int]], Tensor, Order | None, bool] | None = None
         self._grads: tuple[list[int], Tensor] | None = None
-        self._columns: tuple[list[int], Tensor] | None = None
-        self._pinned: list[Tensor] = []  # memory for the tables of a graph, which can take none by itself
+        self._of_graphs, self._of_columns = Addresses(self.device), Addresses(self.device)
 
     @property
     def total(self) -> int:
@@ -57,7 +91,7 @@ class Layout:
     def decays(self, decays: list[float]) -> Tensor:
         """γ of each parameter, on the device."""
         if self._decays is None or self._decays[0] != decays:
-            self._decays = list(decays), self._sent(decays)
+            self._decays = list(decays), sent(decays, self.device)
         return self._decays[1]
 
     def table(self, grads: Sequence[Tensor], *others: Sequence[Tensor] | None) -> Table | None:
@@ -69,66 +103,43 @@ class Layout:
         if self._others is None or self._others[0] != addresses:
             rows = [row or [0] * self.width for row in addresses]
             aligned = not any(address % 16 for row in rows for address in row)
-            self._others = addresses, self._sent(rows), self._order(*others), aligned
-        _, sent, order, aligned = self._others
+            self._others = addresses, sent(rows, self.device), self._order(*others), aligned
+        _, theirs, order, aligned = self._others
         if order != _order(grads):
             return None
         mine = [*map(Tensor.data_ptr, grads)]
         aligned = aligned and not any(address % 16 for address in mine)
-        if whole_step.capturing():
-            whole_step.keep(self.chunks, self.firsts, self._decays, sent)
-            if not whole_step.pointing():
-                return Table(self._sent_by_graph(mine), sent, aligned)
+        if whole_step.capturing() and not whole_step.pointing():
+            found = self._of_graphs.of(mine)
         else:
-            self._pin()
-        return Table(self._pointing_to(mine), sent, aligned)
+            found = self._pointing_to(mine)
+            self._of_graphs.make_room(mine)
+        whole_step.keep(self.chunks, self.firsts, self._decays, theirs)
+        return None if found is None else Table(found, theirs, aligned)
 
-    def columns(self, columns: Sequence[Tensor]) -> list[int] | None:
+    def columns(self, columns: Sequence[Tensor]) -> tuple[Tensor, bool] | None:
         """The addresses of group gradients, ``[r, *shape]``, that are one after another, each in the order of its
-        parameter; ``None`` where they are not.
+        parameter, and whether all are aligned; ``None`` where they are not.
         """
         assert self._others is not None
-        order = self._others[2] or []
-        alike = [
-            G.dtype == torch.float32 and G.shape[1:] == shape and G.stride() == (shape.numel(), *strides)
-            for G, (shape, strides) in zip(columns, order, strict=True)
-        ]
-        return [G.data_ptr() for G in columns] if all(alike) else None
-
-    def sent_columns(self, row: list[int]) -> Tensor:
-        """Of group gradients, which a graph has in the same place at each step."""
-        if whole_step.capturing():
-            return self._sent_by_graph(row)
-        if self._columns is None or self._columns[0] != row:
-            self._columns = row, self._sent(row)
-        return self._columns[1]
-
-    def _pin(self) -> None:
-        """For gradients, and for those of groups."""
-        while len(self._pinned) < 2 and self.device.type == "cuda":
-            self._pinned.append(torch.empty(self.width, dtype=torch.int64, pin_memory=True))
+        sizes, strides = self._others[2] or ([], [])
+        numbers = [size.numel() for size in sizes]
+        orders = [(G.dtype, G.shape[1:], G.stride()) for G in columns]
+        if orders != [(torch.float32, s, (n, *t)) for s, n, t in zip(sizes, numbers, strides, strict=True)]:
+            return None
+        row = [*map(Tensor.data_ptr, columns)]
+        found = self._of_columns.of(row)
+        aligned = not any(address % 16 for address in row) and not any(n % 4 for n in numbers)
+        return None if found is None else (found, aligned)
 
     def _pointing_to(self, row: list[int]) -> Tensor:
         """In the same place at each step, for graphs that read it there."""
         if self._grads is None:
-            self._grads = row, self._sent(row)
+            self._grads = row, sent(row, self.device)
         elif self._grads[0] != row:
             self._grads = row, self._grads[1].copy_(torch.tensor(row), non_blocking=True)
         whole_step.keep(self._grads)
         return self._grads[1]
-
-    def _sent(self, rows: Sequence[object]) -> Tensor:
-        """On the device, without waiting for it: what is small is copied aside at once, and sent in its turn."""
-        return torch.tensor(rows).to(self.device, non_blocking=True)
-
-    def _sent_by_graph(self, row: list[int]) -> Tensor:
-        """Whenever it runs."""
-        if self.device.type != "cuda":
-            return torch.tensor(row)
-        assert self._pinned, "an ordinary step comes before one that is captured"
-        pinned = self._pinned.pop()
-        whole_step.keep(pinned)
-        return pinned.copy_(torch.tensor(row)).to(self.device, non_blocking=True)
 
     def _order(self, params: Sequence[Tensor] | None, *state: Sequence[Tensor] | None) -> Order | None:
         """Shapes and strides of the parameters, if they are the same in all columns."""

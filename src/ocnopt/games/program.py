@@ -11,10 +11,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
-from torch.nn.functional import batch_norm
 from torch.nn.modules import module as torch_module
 
-from ocnopt.again import QUICKER
+from ocnopt.again import BATCH_NORMS, QUICKER, normalised
 from ocnopt.games.flow import Draws, Flow, Mode, Overwriting, Value, attribute, filled
 from ocnopt.games.schedule import Placement
 from ocnopt.trees import tensors
@@ -163,14 +162,4 @@ def _bare(module: nn.Module) -> Callable[..., Any]:
     if any(getattr(torch_module, name) for name in _EVERYWHERE) or torch_module._global_backward_pre_hooks:
         return module
     forward: Callable[..., Any] = module.forward
-    if module.training and type(module) in _BATCH_NORMS:
-        return partial(_normalised, module)
-    return forward
-
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
-
-def _normalised(module: Any, x: Tensor) -> Tensor:
-    """What a batch norm does in training, without its averages: a second pass leaves them as they were."""
-    return batch_norm(x, None, None, module.weight, module.bias, True, 0.0, module.eps)
+    return partial(normalised, module) if module.training and type(module) in BATCH_NORMS else forward
