@@ -197,7 +197,7 @@ class Reading:
 
 
 #: how many bytes of tensors may wait: few enough not to be noticed
-_HELD = 64 * 2**20
+_HELD = 16 * 2**20
 
 
 class Waiting:

@@ -201,7 +201,8 @@ class _Plans:
 
     def of(self, device: torch.device, sizes: Sizes, block: int) -> _Plan | None:
         if device.type == "cuda" and whole_step.capturing():  # a graph can make none
-            return next((plan for key, plan in self._known.items() if key[:2] == (sizes, device)), None)
+            known = (plan for key, plan in self._known.items() if key[:2] == (sizes, device))
+            return next((plan for plan in known if plan.addresses.has_room), None)
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         key = sizes, device, stream
         self._known[key] = plan = self._known.pop(key, None) or _Plan(device, sizes, block)

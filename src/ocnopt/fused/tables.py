@@ -29,16 +29,19 @@ class Addresses:
     def __init__(self, device: torch.device) -> None:
         self._device, self._row = device, list[int]()
         self._sent: Tensor | None = None
-        self._pinned: Tensor | None = None  # memory for a graph of somebody else's, which can take none by itself
+        # for a graph to come: what it allocates itself holds other numbers at other times, and of the host it has none
+        self._room: Tensor | None = None
+        self._pinned: Tensor | None = None
 
     def of(self, row: list[int]) -> Tensor | None:
-        """``None`` where a graph of somebody else's comes before an ordinary step, or after another graph."""
-        if whole_step.underway():  # they are the same whenever it runs
-            found = torch.empty(len(row), dtype=torch.int64, device=self._device)
-            whole_step.keep(found)
-            whole_step.afterwards(lambda: found.copy_(torch.tensor(row)))
+        """``None`` where a graph comes before an ordinary step, or right after another graph."""
+        if whole_step.underway():  # the same whenever it runs
+            found, self._room = self._room, None
+            if found is not None:
+                whole_step.keep(found)
+                whole_step.afterwards(lambda: found.copy_(torch.tensor(row)))
             return found
-        if whole_step.capturing():
+        if whole_step.capturing():  # by somebody else: nobody says when that is over
             pinned, self._pinned = self._pinned, None
             whole_step.keep(pinned)
             return None if pinned is None else pinned.copy_(torch.tensor(row)).to(self._device, non_blocking=True)
@@ -49,8 +52,16 @@ class Addresses:
 
     def make_room(self, row: list[int]) -> None:
         """For a graph to come."""
-        if self._pinned is None and self._device.type == "cuda" and not whole_step.capturing():
+        if whole_step.capturing():
+            return
+        if self._room is None:
+            self._room = torch.empty(len(row), dtype=torch.int64, device=self._device)
+        if self._pinned is None and self._device.type == "cuda":
             self._pinned = torch.empty(len(row), dtype=torch.int64, pin_memory=True)
+
+    @property
+    def has_room(self) -> bool:
+        return self._room is not None and self._pinned is not None
 
 
 def sent(rows: Sequence[object], device: torch.device) -> Tensor:
