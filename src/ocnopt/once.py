@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ocnopt import whole_step
 from ocnopt.backwards import Purpose, purpose
+from ocnopt.fused.sums import total
 from ocnopt.groups import Groups
 from ocnopt.layers.base import Adapter, Call, compute_dtype, first_tensor
 from ocnopt.records import Pass, Record
@@ -83,7 +84,7 @@ class Watch(TorchFunctionMode):
         columns = self.adapter.group_gradients(call, groups)
         if groups.rank > 1:
             self.record.keep({name: G.detach() for name, G in columns.items()})
-        sums = {name: G.sum(0) if groups.rank > 1 else G[0] for name, G in columns.items()}
+        sums = {name: total(G) if groups.rank > 1 else G[0] for name, G in columns.items()}
         self.record.left = {name: (g.data_ptr(), g._version) for name, g in sums.items()}
         return sums
 

@@ -13,7 +13,7 @@ from tests.toys import assert_identical, state_of, values
 from torch import Tensor, nn
 
 from ocnopt import OCNOpt, readings
-from ocnopt.fused import channels, dots, support
+from ocnopt.fused import dots, sums, support
 from ocnopt.groups import Groups
 from ocnopt.layers.base import Call
 
@@ -396,11 +396,20 @@ def test_sums_by_channel(rank: int, shape: tuple[int, ...]) -> None:
     draw = torch.Generator().manual_seed(0)
     x, h = (torch.randn(shape, generator=draw).to(DEVICE) for _ in range(2))
     groups, positions = Groups(len(x), rank), range(2, x.dim())
-    found = channels.sums(x, h, groups)
+    found = sums.by_channel(x, h, groups)
     expected = groups.sum(x.double() * h.double(), positions), groups.sum(h.double(), positions)
     torch.testing.assert_close([t.double() for t in found], list(expected), rtol=1e-5, atol=1e-5)
-    assert channels.sums(x.double(), h.double(), groups) is None
-    assert channels.sums(x, h.transpose(0, 1).contiguous().transpose(0, 1), groups) is None
+    assert sums.by_channel(x.double(), h.double(), groups) is None
+    assert sums.by_channel(x, h.transpose(0, 1).contiguous().transpose(0, 1), groups) is None
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (8, 40, 32), (5, 1), (9, 4), (2, 0)])
+def test_totals(shape: tuple[int, ...]) -> None:
+    G = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    for given in (G, G.double(), G.mT.contiguous().mT):
+        torch.testing.assert_close(sums.total(given), given.sum(0))
+    (found,) = torch.autograd.grad(sums.total(G.requires_grad_()).sum(), G)
+    assert torch.equal(found, torch.ones_like(G))
 
 
 def test_the_groups_of_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,7 +417,7 @@ def test_the_groups_of_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     x, h = torch.randn(2, 8, 3, 4, 5, device=DEVICE).unbind()
     call, adapter, groups = Call(layer, (x,), {}, h), adapter_of(layer), Groups(8, 3)
     found = adapter.group_gradients(call, groups)
-    monkeypatch.setattr(channels, "sums", lambda *_: None)
+    monkeypatch.setattr(sums, "by_channel", lambda *_: None)
     torch.testing.assert_close(found, adapter.group_gradients(call, groups), rtol=1e-5, atol=1e-5)
 
 

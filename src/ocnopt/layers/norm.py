@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ocnopt import whole_step
-from ocnopt.fused import channels
+from ocnopt.fused import sums
 from ocnopt.groups import Groups
 from ocnopt.layers import outer
 from ocnopt.layers.base import Adapter, Call
@@ -83,7 +83,7 @@ class ChannelNorm(Norm):
         return range(2, call.h.dim())
 
     def sums(self, x: Tensor, h: Tensor, groups: Groups) -> tuple[Tensor, Tensor] | None:
-        return channels.sums(x, h, groups)
+        return sums.by_channel(x, h, groups)
 
 
 @register(nn.GroupNorm)

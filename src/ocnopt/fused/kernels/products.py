@@ -130,3 +130,16 @@ def by_channel(x, h, starts, result, positions, ROWS: tl.constexpr, BLOCK: tl.co
     place = result + group * channels + channel
     tl.store(place, tl.sum(products))
     tl.store(place + groups * channels, tl.sum(sums))
+
+
+@triton.jit(do_not_specialize=["numbers"])
+def total(columns, result, numbers, ALIGNED: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr):
+    """Σ over the first dimension of ``[RANK, numbers]``."""
+    if ALIGNED:
+        numbers = tl.multiple_of(numbers, 4)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numbers
+    found = tl.zeros([BLOCK], tl.float32)
+    for g in tl.static_range(RANK):
+        found += tl.load(columns + g * numbers + at, mask=inside, other=0.0)
+    tl.store(result + at, found, mask=inside)

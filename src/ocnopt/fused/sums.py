@@ -1,4 +1,4 @@
-"""Sums by group of samples and by channel in one kernel, where torch takes four."""
+"""Sums over samples and groups of them: in one kernel where torch takes four, or at twice the speed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from ocnopt.fused import support
 from ocnopt.groups import Groups
 
 
-def sums(x: Tensor, h: Tensor, groups: Groups) -> tuple[Tensor, Tensor] | None:
+def by_channel(x: Tensor, h: Tensor, groups: Groups) -> tuple[Tensor, Tensor] | None:
     """Σ h ⊙ x and Σ h over samples and positions of tensors ``[B, C, *positions]``: ``[r, C]``; ``None`` where that
     cannot be had.
     """
     if x.shape != h.shape or not h.numel() or x.dtype != torch.float32 or h.dtype != torch.float32:
+        return None
+    if _is_differentiated(x) or _is_differentiated(h):
         return None
     if support.why_not_on(h.device) is not None or not (x.is_contiguous() and h.is_contiguous()):
         return None
@@ -29,6 +31,27 @@ def sums(x: Tensor, h: Tensor, groups: Groups) -> tuple[Tensor, Tensor] | None:
         support.breaks(error)
         return None
     return found[0], found[1]
+
+
+def total(G: Tensor) -> Tensor:
+    """Of group gradients ``[r, *shape]``, the gradient."""
+    numbers = G[0].numel()
+    known = G.dtype == torch.float32 and G.is_contiguous() and numbers
+    if not known or _is_differentiated(G) or not support.splits_on(G.device, len(G)):
+        return G.sum(0)
+    kernels, found = support.kernels(), torch.empty_like(G[0])
+    aligned = not any(n % 4 for n in (numbers, G.data_ptr() // 4))
+    grid = (-(-numbers // kernels.BLOCK),)
+    try:
+        kernels.total[grid](G, found, numbers, ALIGNED=aligned, RANK=len(G), BLOCK=kernels.BLOCK)
+    except Exception as error:
+        support.breaks(error)
+        return G.sum(0)
+    return found
+
+
+def _is_differentiated(t: Tensor) -> bool:
+    return t.requires_grad and torch.is_grad_enabled()
 
 
 @whole_step.remembered
