@@ -113,7 +113,7 @@ def test_a_chain_again_after_another_wiring(game: dict[str, Any]) -> None:
 
 def _swap_buffers(model: nn.Sequential) -> None:
     own = model[1]._buffers
-    own["mean"], own["size"] = own.pop("size"), own.pop("mean")
+    own["size"], own["mean"] = own.pop("mean"), own.pop("size")
 
 
 @pytest.mark.parametrize(
