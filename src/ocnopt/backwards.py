@@ -7,6 +7,7 @@ hand, ``p.grad = g``: what it says is heard, and counts unless a ``backward()`` 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any
@@ -146,6 +147,17 @@ class Backwards:
             self._added = True
         self._heard = found is Purpose.ADDED or not self._added
         self._asked = self._asked or (self._heard and found is Purpose.ASKED)
+
+
+def hook(t: Any, act: Callable[[Tensor], None]) -> None:
+    """As ``t.register_hook``, on a tensor that has been computed. Without a handle to remove it by, if nobody else has
+    a hook there: that takes longer than all else.
+    """
+    if t._backward_hooks is not None:
+        t.register_hook(act)
+        return
+    t._backward_hooks = OrderedDict({-1: act})  # no number of theirs
+    t.grad_fn._register_hook_dict(t)
 
 
 def add(store: dict[int, Tensor], i: int, g: Tensor) -> None:

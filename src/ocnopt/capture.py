@@ -6,7 +6,6 @@ enters the tape when its first adjoint arrives. A graph that is thrown away take
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
@@ -17,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ocnopt import apart
 from ocnopt.anatomy import Anatomy
-from ocnopt.backwards import Backwards, Leaves, sinks_of
+from ocnopt.backwards import Backwards, Leaves, hook, sinks_of
 from ocnopt.chain import Ends, is_chain
 from ocnopt.distributed import World
 from ocnopt.environment import Autocast, Environment, is_transforming
@@ -279,7 +278,7 @@ class Tape:
         """
         reading = store[key] = Reading(t, this.batch if this.split else None)
         t = t.view_as(t)
-        _hook(t, Arrival(self, this, record, reading, store is this.D))
+        hook(t, Arrival(self, this, record, reading, store is this.D))
         return t
 
     def _read(self, t: Tensor, value: int, entry: int) -> Tensor:
@@ -334,13 +333,13 @@ class Tape:
     def _when_trained_on(self, outputs: list[Tensor], then: Callable[[], None]) -> None:
         """For passes of which nothing else is asked."""
 
-        def hook(_: Tensor) -> None:
+        def arrive(_: Tensor) -> None:
             if self._backwards.counts(sinks_of(self.model)):
                 then()
 
         for t in outputs:
             if t.grad_fn is not None:
-                t.register_hook(hook)
+                t.register_hook(arrive)
 
     def settle(self, this: Pass) -> None:
         """This pass is trained on. Others, before or after it, have no say in who acts when."""
@@ -394,14 +393,6 @@ class Arrival:
         self.reading.arrive(g, not graph_is_kept(), compared, not compared, tape.waiting)
         if self.outside:
             tape.settle(this)
-
-
-def _hook(t: Any, hook: Callable[[Tensor], None]) -> None:
-    """As ``t.register_hook``, on a tensor that nobody else has seen; without a handle to remove it by, which takes
-    longer than all else.
-    """
-    t._backward_hooks = OrderedDict({-1: hook})  # no number of theirs
-    t.grad_fn._register_hook_dict(t)
 
 
 def _batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:

@@ -124,10 +124,8 @@ class Others:
 
     def keep_places(self, ours: Sequence[tuple[nn.Module, RemovableHandle, RemovableHandle]]) -> None:
         """Let our hooks before and after each module stand next to it, whoever else has registered some since."""
-        if _nobody_else([module for module, _, _ in ours]):
-            return
         for module, before, after in ours:
-            if len(module._forward_pre_hooks) > 1 or len(module._forward_hooks) > 1:
+            if len(module._forward_pre_hooks) > 1 or len(module._forward_hooks) > 1:  # somebody else is there
                 self._keep_place(module, before.id, after.id)
 
     def _keep_place(self, module: nn.Module, before: int, after: int) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ocnopt.backwards import add
+from ocnopt.backwards import add, hook
 from ocnopt.environment import autocast_dtype
 from ocnopt.hosts import Host
 from ocnopt.layers import Adapter
@@ -139,18 +139,22 @@ class Place:
         return changed
 
     def _watch_outputs(self, record: Record, output: Any) -> Any:
-        handed_out = any(t.requires_grad and t.grad_fn is None for t in floating(output))
-        if handed_out:  # a hook on a leaf (a parameter, handed out as it is) would stay for ever
-            output = mapped(lambda t: t.view_as(t) if t.requires_grad and t.grad_fn is None else t, output)
         outputs, this = floating(output), record.origin
         trained = [(i, t) for i, t in enumerate(outputs) if t.requires_grad]
+        nodes = [t.grad_fn for _, t in trained]
+        handed_out = None in nodes
+        if handed_out:  # a hook on a leaf (a parameter, handed out as it is) would stay for ever
+            output = mapped(lambda t: t.view_as(t) if t.requires_grad and t.grad_fn is None else t, output)
+            outputs = floating(output)
+            trained = [(i, outputs[i]) for i, _ in trained]
+            nodes = [t.grad_fn for _, t in trained]
         if self.tape.graph:
-            self.tape.graph[-1][1].extend(t.grad_fn for _, t in trained)
+            self.tape.graph[-1][1].extend(nodes)
         if trained and not self.tape.foresees(this):
             keep = self._keepers(record, outputs)
             adapter = this.summed.get(record.name) if len(outputs) == 1 else None
             for i, t in trained:
-                t.register_hook(self._arrival(record, i, keep, adapter))
+                hook(t, self._arrival(record, i, keep, adapter))
             this.announced = True
         return output if handed_out else None
 
@@ -161,7 +165,7 @@ class Place:
         tape, this = self.tape, record.origin
         kept = this.whole or tape.asked.calls
 
-        def hook(h: Tensor) -> None:
+        def arrive(h: Tensor) -> None:
             if not tape.hears(this, record) or record.tallies:
                 return
             if not record.arrived:
@@ -176,7 +180,7 @@ class Place:
             if adapter is not None and record.spent:
                 add_up(record, adapter)
 
-        return hook
+        return arrive
 
     def _keepers(self, record: Record, outputs: list[Tensor]) -> list[Callable[[], None]]:
         """What keeps the outputs, those that the loss does not depend on included, once the first adjoint arrives.

@@ -98,8 +98,8 @@ class Reading:
             self._arrive(adjoint, last, kept, sized, waiting)
 
     def _arrive(self, adjoint: Tensor, last: bool, kept: bool, sized: bool, waiting: Waiting | None) -> None:
-        tensor, settled = self._tensor, self.before
-        if tensor is None or self._tensor is None:  # none was to follow, and one did
+        settled, tensor = None if self.adjoint is None else self.before, self._tensor
+        if tensor is None:  # none was to follow, and one did
             self._spoilt = True
             return
         if tensor._version != self._version:

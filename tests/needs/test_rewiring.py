@@ -14,6 +14,7 @@ from tests.toys import CLASSES, FEATURES, assert_identical, batches, name_of, st
 from torch import Tensor, nn
 
 from ocnopt import OCNOpt
+from ocnopt.anatomy import Anatomy
 
 GAMES: list[dict[str, Any]] = [
     {"curvature": "identity", "rank": 1, "lr": 0.5},
@@ -108,3 +109,28 @@ def test_a_chain_again_after_another_wiring(game: dict[str, Any]) -> None:
     train(twin, its, batches(1))
     assert_identical(opt.diagnostics.measured_s, its.diagnostics.measured_s)
     assert_identical(values(model), values(twin))
+
+
+def _swap_buffers(model: nn.Sequential) -> None:
+    own = model[1]._buffers
+    own["size"], own["mean"] = own.pop("mean"), own.pop("size")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model[1].insert(0, model[0].pop(1)),  # the same modules in the same order
+        lambda model: model[0].append(nn.Linear(2, 2)),
+        lambda model: setattr(model[1][0], "weight", nn.Parameter(torch.ones(2, 2))),
+        lambda model: model[1].register_buffer("size", torch.ones(3)),
+        _swap_buffers,  # the same tensors under other names
+    ],
+)
+def test_a_model_that_is_made_up_otherwise_is_looked_at_again(change: Any) -> None:
+    model = nn.Sequential(nn.Sequential(nn.ReLU(), nn.Tanh()), nn.Sequential(nn.Linear(2, 2)))
+    for name in ("mean", "size"):
+        model[1].register_buffer(name, torch.zeros(3))
+    known = Anatomy.of(model)
+    assert Anatomy.of(model, known) is known
+    change(model)
+    assert Anatomy.of(model, known) is not known

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from ocnopt import OCNOpt
 from ocnopt.distributed import World
+from ocnopt.scaling import Scaling
 
 GAMES: list[dict[str, Any]] = [
     {"curvature": curvature, "feedback": feedback, "rank": rank}
@@ -294,3 +295,20 @@ def test_several_processes_send_gradients_before_the_backward_pass_is_over(monke
     )
     loss.backward()
     assert seen == [True]
+
+
+def test_a_second_backward_pass_takes_the_place_of_what_it_adds_to() -> None:
+    """What was done meanwhile to a gradient that it leaves alone is part of the factor; ``None`` is not looked at."""
+    heads = [nn.Parameter(torch.tensor([3.0, 5.0]) * (i + 1)) for i in range(3)]
+    trunk = nn.Parameter(torch.tensor([1.0, 2.0, 4.0]))
+    scaling = Scaling(nn.ParameterList([trunk, *heads]), lambda: True)
+    for i in (0, 1):
+        (trunk.sum() * (heads[i] * heads[i]).sum() + heads[2].sum()).backward()
+        heads[0].grad.data.mul_(0.5)
+    then, half = scaling.kept, heads[0].grad
+    assert_identical([then[p] for p in (trunk, *heads[1:])], [p.grad for p in (trunk, *heads[1:])])
+    assert_identical([then[heads[0]]], [4 * half])
+    heads[1].grad = None
+    before, now = (torch.cat(column) for column in zip(*scaling.pairs, strict=True))
+    assert len(before) == sum(len(p) for p in (trunk, heads[0], heads[2]))
+    torch.testing.assert_close((before - now).sum(), (3 * half).sum())

@@ -26,6 +26,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.utils import prune
 
 from ocnopt import OCNOpt
+from ocnopt.backwards import hook
 
 NONLINEAR = [g for g in SOME_GAMES if g["feedback"] == "nonlinear"]
 games = pytest.mark.parametrize("game", SOME_GAMES, ids=name_of)
@@ -317,3 +318,20 @@ def test_backward_hooks_of_modules_may_change_gradients(game: dict[str, Any]) ->
     for net in (model, plain):
         train(net, OCNOpt(net.parameters(), 0.05, model=net, **game), batches(2))
     torch.testing.assert_close(values(model), values(plain), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_hook_on_what_a_layer_returns_joins_those_of_others(before: bool) -> None:
+    seen: list[str] = []
+    t = torch.ones(2, requires_grad=True) * 3
+    if before:
+        t.register_hook(lambda _: seen.append("before"))
+    hook(t, lambda _: seen.append("ours"))
+    after = t.register_hook(lambda h: seen.append("after"))
+    t.sum().backward(retain_graph=True)
+    expected = ["before", "ours", "after"][1 - before :]
+    assert seen == expected
+    assert len(t._backward_hooks) == len(expected)  # in one place, where torch looks for them
+    after.remove()
+    t.sum().backward()
+    assert seen == [*expected, *expected[:-1]]
