@@ -194,6 +194,10 @@ def test_the_gram_form_is_chosen_where_it_is_cheaper() -> None:
         ("cpu", 8, 16, (32, 1, 3, 3), 32, conv.Way.FOLDED),
         ("cpu", 8, 784, (32, 1, 3, 3), 1, conv.Way.FOLDED),
         ("cpu", 8, 784, (32, 2, 3, 3), 1, conv.Way.IN_TURN),
+        ("cpu", 8, 4, (256, 128, 3, 3), 1, conv.Way.WINDOWS),  # few windows, many channels
+        ("cpu", 1, 1, (512, 512, 3, 3), 1, conv.Way.WINDOWS),
+        ("cpu", 1, 16, (512, 512, 3, 3), 1, conv.Way.IN_TURN),
+        ("cpu", 8, 1, (64, 1, 3, 3), 64, conv.Way.FOLDED),
         ("cuda", 8, 16, (128, 128, 3, 3), 1, conv.Way.WINDOWS),
         ("cuda", 8, 64, (64, 64, 3, 3), 1, conv.Way.FOLDED),
         ("cuda", 8, 16, (32, 1, 3, 3), 32, conv.Way.FOLDED),

@@ -308,12 +308,16 @@ def way(device: str, groups: Groups, positions: int, weight: Sequence[int], bloc
     few positions that a call hardly pays for itself, folding is 1.5 to 4 times faster than taking the groups in
     turn; elsewhere it is up to 4 times slower. With one channel in a block it is 1 to 7 times faster everywhere (6 to
     64 channels out, 8×8 to 28×28 pixels, r = 4 to 32; with two it depends, with three it is mostly slower). Windows and
-    a batched matrix product were 2 to 6 times slower than the better of the two nearly everywhere.
+    a batched matrix product are 2 to 6 times slower than the better of the two, except where the windows of a batch are
+    few: with up to two for each channel they were 1 to 7 times faster (16 to 512 channels, 1×1 to 4×4 pixels, batch 16
+    to 256, r = 1, 2 and 8), once 1.2 times slower.
 
     Elsewhere every call is a few launches. Measured on an H200 (r = 8, batch 128, the layers of ResNet18 on 32×32
     pixels and of a CNN on 28×28): windows are up to 5 times faster than folding where a batch has few positions, 2 to
     4 times where the kernel has a stride, and 1.2 to 2.4 times slower elsewhere.
     """
+    if device == "cpu" and blocks == 1 and groups.batch * positions <= 2 * weight[0]:
+        return Way.WINDOWS
     if groups.rank == 1:
         return Way.IN_TURN
     if device != "cpu":
