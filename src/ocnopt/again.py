@@ -94,6 +94,6 @@ def again(functions: Iterable[Any]) -> AbstractContextManager[Any]:
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-def normalised(module: Any, x: Tensor) -> Tensor:
+def normalised(module: Any, input: Tensor) -> Tensor:
     """What one of these does in training, without its averages."""
-    return F.batch_norm(x, None, None, module.weight, module.bias, True, 0.0, module.eps)
+    return F.batch_norm(input, None, None, module.weight, module.bias, True, 0.0, module.eps)

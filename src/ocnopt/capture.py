@@ -210,7 +210,7 @@ class Tape:
         this.autocast, rng = Autocast.of(anatomy), AllRNG.capture(anatomy.places.devices)
         if need.rank != 1 and this.batch is not None and not self._reached and not self._several:
             this.groups = Groups.of(this.batch, need.rank)
-            self.once.gram = need.gram and not splits_on(parameters[0].device, this.groups.rank)
+            self.once.gram = need.gram and not (need.fused and splits_on(parameters[0].device, this.groups.rank))
         this.rng = rng if need.calls or need.states else None
         this.summed = self.summed() if need.calls and not need.states else {}
         if need.states:

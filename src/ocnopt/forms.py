@@ -162,7 +162,7 @@ class Forms:
         alone = len(records) == 1 and self.samples.of(records[0].origin).groups == self.samples.groups
         alone = alone and not records[0].columns
         alone = alone and isinstance(player.curvature, Identity) and not player.inside and self.world.size == 1
-        alone = alone and not support.splits_on(player.params[0].device, rank)
+        alone = alone and not (support.splits_on(player.params[0].device, rank) and support.are_wanted(player.group))
         assert player.adapter is not None
         return Gram if alone and player.adapter.prefers_gram(records[0].call(), rank) else Explicit
 

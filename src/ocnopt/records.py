@@ -36,6 +36,7 @@ class Need:
     whole: bool = False  # and layer by layer?
     rank: int | str = 1  # in how many groups a pass can be split before the step; 1: that is not known
     gram: bool = False  # some layers may have no use for explicit group gradients
+    fused: bool = False  # unless kernels read these, as they may
 
     def __bool__(self) -> bool:
         return self.flow or self.calls or self.states

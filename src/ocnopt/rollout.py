@@ -64,7 +64,7 @@ class Measure:
     def _at_once(self, reading: Reading, now: Tensor, plus: Tensor | None) -> Tensor | None:
         """By one kernel, where that can be had."""
         rank, groups = self.part.rank, self.part.groups
-        if self.like.dtype != torch.float32 or reading.by_row != (rank > 1):
+        if self.like.dtype != torch.float32 or self.like.device != now.device or reading.by_row != (rank > 1):
             return None
         if rank > 1 and groups.rank != rank:  # other passes have other groups
             return None

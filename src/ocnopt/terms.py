@@ -12,6 +12,7 @@ from typing import Any
 
 from ocnopt import arguments
 from ocnopt.curvature import BY_NAME, Identity
+from ocnopt.fused.support import are_wanted
 from ocnopt.games.alignment import Alignment, rules_of
 from ocnopt.players import resolve
 from ocnopt.records import Need
@@ -106,5 +107,6 @@ class Terms:
                 # with others to come, nobody knows where the groups of a pass begin and end
                 rank=whole["rank"] if playing and early and whole["accumulate"] == 1 else 1,
                 gram=any(isinstance(resolve(group["curvature"]), Identity) for group in self.groups),
+                fused=all(map(are_wanted, self.groups)),
             )
         return self._needs[key]

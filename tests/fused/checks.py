@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from ocnopt import OCNOpt, readings
 from ocnopt.fused import dots, sums, support
+from ocnopt.gradients import Explicit, Gram
 from ocnopt.groups import Groups
 from ocnopt.layers.base import Call
 
@@ -67,6 +69,16 @@ def _one_pass(model: nn.Module, seed: int, batch: int = 8) -> None:
     model(x).float().add(0.3).square().mean().backward()
 
 
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Not even for sums, which ``fused=False`` leaves as they are."""
+    support._broken = "they are not asked for"
+    try:
+        yield
+    finally:
+        support._broken = None
+
+
 def found(model: nn.Module, opt: OCNOpt) -> list[Any]:
     report = opt.diagnostics
     numbers = [] if report.kernels is None else [report.kernels.K, report.kernels.u, report.w, report.s]
@@ -77,9 +89,11 @@ def found(model: nn.Module, opt: OCNOpt) -> list[Any]:
 def assert_same_step(seed: int = 7, steps: int = 2, **options: Any) -> None:
     model, plain, ours, fused = pair(steps, **options)
     before = values(model)
-    for net, opt in ((model, plain), (ours, fused)):
-        _one_pass(net, seed)
-        opt.step()
+    with without_kernels():
+        _one_pass(model, seed)
+        plain.step()
+    _one_pass(ours, seed)
+    fused.step()
     assert not torch.equal(before[0], values(model)[0])
     # s is a difference of two inner products, each of which is rounded
     torch.testing.assert_close(found(ours, fused), found(model, plain), rtol=2e-5, atol=5e-7)
@@ -388,6 +402,47 @@ def test_changes_by_group(rank: int, shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(found.double(), torch.stack([scaled, scaled + plus]), rtol=1e-5, atol=1e-4)
     assert dots.changes(x, y.double(), before, groups) is None
     assert dots.changes(x, torch.ones((), device=DEVICE).expand_as(x), before, groups) is None
+
+
+def test_more_groups_than_a_program_has_room_for() -> None:
+    x = torch.randn(2048, 1, device=DEVICE)
+    for rank in (9, 2048):
+        assert dots.changes(x, x, torch.zeros(2048, device=DEVICE), Groups(2048, rank)) is None
+    assert support._broken is None
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [({}, Explicit), ({"fused": False}, Gram), ({"bellman": "paper"}, Gram), ({"curvature": "adaptive"}, Explicit)],
+    ids=str,
+)
+@pytest.mark.parametrize("feedback", ["linear", "nonlinear"])
+def test_group_gradients_are_formed_where_somebody_reads_them(
+    options: dict[str, Any], kind: type, feedback: str
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 70, bias=False), nn.Tanh(), nn.Linear(70, 70, bias=False)).to(DEVICE)
+    opt = OCNOpt(model.parameters(), model=model, rank=4, feedback=feedback, **{"curvature": "identity", **options})
+    _one_pass(model, 0)
+    opt.step()
+    assert {shelf.kind for shelf in opt._roster.shelves._shelves} == {kind}
+
+
+def test_groups_of_a_convolution_with_channels_last() -> None:
+    found = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        layers = nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(4 * 3 * 2, 2)
+        model = nn.Sequential(*layers).to(DEVICE, memory_format=torch.channels_last)
+        opt = OCNOpt(model.parameters(), model=model, rank=3, fused=fused, lr=0.1)
+        x = torch.randn(6, 3, 5, 4, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+        for _ in range(2):
+            opt.zero_grad()
+            model(x.contiguous(memory_format=torch.channels_last)).square().mean().backward()
+            opt.step()
+        found.append([values(model), opt.diagnostics.w])
+    assert not model[0].weight.is_contiguous()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(7, 3), (7, 2, 5), (40, 2, 9, 9)])

@@ -121,3 +121,37 @@ def step(model: nn.Module, opt: OCNOpt, x: Tensor, y: Tensor) -> float:
     loss = backward(model, x, y).item()
     opt.step()
     return loss
+
+
+class Residual(nn.Module):
+    """No chain: the second pass runs stage by stage, and batch norms without their averages."""
+
+    def __init__(self, by_name: bool) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+        self.by_name = by_name
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.second(x + torch.tanh(self.norm(input=y) if self.by_name else self.norm(y)))
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("doubled", [False, True])
+def test_a_norm_in_a_branch_runs_again_as_it_did(by_name: bool, doubled: bool) -> None:
+    """Whatever runs: its own forward, or one that somebody has put in its place."""
+    torch.manual_seed(0)
+    model = Residual(by_name).double()
+    if doubled:
+        usual = model.norm.forward
+        model.norm.forward = lambda input: 2 * usual(input)
+    opt = OCNOpt(model.parameters(), lr=1e-9, model=model, feedback="nonlinear", curvature="identity")
+    for _ in range(3):
+        opt.zero_grad()
+        model(torch.randn(8, 4, dtype=torch.float64)).square().mean().backward()
+        before = {name: b.clone() for name, b in model.named_buffers()}
+        opt.step()
+        for name, b in model.named_buffers():
+            assert torch.equal(b, before[name]), name
+        assert opt.diagnostics.s is not None
+        assert opt.diagnostics.s.abs().max() < 1e-6  # hardly anything has changed

@@ -1,6 +1,6 @@
 """Steps over all parameters in a few kernels, written in Triton; :mod:`ocnopt.bucket` is their plain twin.
 
-What rank 1 needs of the parameters are two passes over gradients and state: one that forms the inner products of the
+What a step needs of the parameters are two passes over gradients and state: one that forms the inner products of the
 Bellman recursion, and one that moves. Everything between is a handful of numbers. The metric is worked out twice
-instead of being stored, so that a step holds nothing of the size of the parameters.
+instead of being stored; above rank 1 the gradients of the groups of samples are all that a step holds.
 """

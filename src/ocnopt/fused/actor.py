@@ -51,6 +51,8 @@ class FusedActor(Actor):
         if shelf.layout is None:
             shelf.layout = Layout(shelf.parts(shelf.params), support.kernels().CHUNK)
         moment = Moment(shelf.states[0]["step"], torch.float32, (shelf.group["momentum"], shelf.group["decay"]))
+        if columns is not None:
+            columns = [_in_order(G, p) for G, p in zip(columns, shelf.params, strict=True)]
         actor = cls(shelf, moment, grads, columns, fractions, shelf.layout, -1 if maximize else 1)
         return actor if actor._look() else None
 
@@ -286,6 +288,14 @@ def why_not(shelf: Shelf, rank: int, paper: bool, alone: bool) -> str | None:
     if shelf.params[0].dtype not in support.KINDS:
         return f"parameters of {shelf.params[0].dtype} are not supported"
     return support.why_not_on(shelf.params[0].device)
+
+
+def _in_order(G: Tensor, p: Tensor) -> Tensor:
+    """Group gradients, each laid out as its parameter is: with channels last, say."""
+    strides = p.numel(), *p.stride()
+    return (
+        G if G.stride() == strides else torch.empty_strided(G.shape, strides, dtype=G.dtype, device=G.device).copy_(G)
+    )
 
 
 def _log(rate: float) -> float:

@@ -67,7 +67,9 @@ def changes(
     """
     if not _there_is_one(x, y) or not in_same_order(x, y) or before.dtype != torch.float32:
         return None
-    if scale is not None and scale.device != x.device:
+    if groups is not None and not support.splits_on(x.device, groups.rank):
+        return None
+    if any(t is not None and t.device != x.device for t in (scale, plus)):
         return None
     return _sums(x, y, before, groups, scale, sign, plus)
 

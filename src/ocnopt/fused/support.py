@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -55,6 +57,12 @@ def room_for(rank: int) -> int:
 def splits_on(device: torch.device, rank: int) -> bool:
     """Do kernels take a gradient for each of so many groups?"""
     return rank <= MOST_GROUPS and why_not_on(device) is None
+
+
+def are_wanted(group: Mapping[str, Any]) -> bool:
+    """May kernels move the parameters of a group, as far as its options and their dtype tell?"""
+    paper = group["bellman"] == "paper" and group["feedback"] != "off"
+    return group["fused"] is not False and not paper and all(p.dtype in KINDS for p in group["params"])
 
 
 def breaks(error: Exception) -> None:

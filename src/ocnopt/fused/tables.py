@@ -61,7 +61,8 @@ class Addresses:
 
     @property
     def has_room(self) -> bool:
-        return self._room is not None and self._pinned is not None
+        """For the graph that is being captured."""
+        return (self._room if whole_step.underway() else self._pinned) is not None
 
 
 def sent(rows: Sequence[object], device: torch.device) -> Tensor:
@@ -137,7 +138,7 @@ class Layout:
         numbers = [size.numel() for size in sizes]
         orders = [(G.dtype, G.shape[1:], G.stride()) for G in columns]
         if orders != [(torch.float32, s, (n, *t)) for s, n, t in zip(sizes, numbers, strides, strict=True)]:
-            return None
+            return None  # of another precision, say
         row = [*map(Tensor.data_ptr, columns)]
         found = self._of_columns.of(row)
         aligned = not any(address % 16 for address in row) and not any(n % 4 for n in numbers)

@@ -162,4 +162,5 @@ def _bare(module: nn.Module) -> Callable[..., Any]:
     if any(getattr(torch_module, name) for name in _EVERYWHERE) or torch_module._global_backward_pre_hooks:
         return module
     forward: Callable[..., Any] = module.forward
-    return partial(normalised, module) if module.training and type(module) in BATCH_NORMS else forward
+    plain = type(module) in BATCH_NORMS and "forward" not in vars(module)
+    return partial(normalised, module) if plain and module.training else forward
