@@ -128,10 +128,11 @@ class Residual(nn.Module):
 
     def __init__(self, by_name: bool) -> None:
         super().__init__()
-        self.first, self.norm, self.second = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
-        self.by_name = by_name
+        self.stem, self.first, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.second, self.by_name = nn.Linear(4, 2), by_name
 
     def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.stem(x))
         y = self.first(x)
         return self.second(x + torch.tanh(self.norm(input=y) if self.by_name else self.norm(y)))
 
