@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.fused.checks import *  # noqa: F403  # tests/fused/test_interpreted.py runs the same without a GPU
+from tests.fused.checks_groups import *  # noqa: F403
+from tests.fused.checks_sums import *  # noqa: F403
 from torch import nn
 
 from ocnopt import OCNOpt
