@@ -20,7 +20,7 @@ from ocnopt.groups import Groups
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [1, 1000, 4096, 13_000])
+@pytest.mark.parametrize("size", [1, 1000, 4096, 9000])
 def test_inner_products(size: int, dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(0)
     x, y = (torch.randn(size, generator=draw).to(DEVICE, dtype) for _ in range(2))
@@ -34,7 +34,7 @@ def test_inner_products(size: int, dtype: torch.dtype) -> None:
     assert dots.dot(x.double(), y.double()) is None
 
 
-@pytest.mark.parametrize("shape", [(7, 3, 5), (5, 9000), (130, 1)])
+@pytest.mark.parametrize("shape", [(7, 3, 5), (5, 2500), (130, 1)])
 @pytest.mark.parametrize("rank", [1, 2, 5])
 def test_changes_by_group(rank: int, shape: tuple[int, ...]) -> None:
     draw = torch.Generator().manual_seed(0)

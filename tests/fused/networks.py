@@ -33,7 +33,8 @@ DECAYS = {
 def network(dtype: torch.dtype = torch.float32) -> nn.Module:
     """Parameters of one number up to two chunks."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(5, 860), nn.Tanh(), nn.Linear(860, 3), nn.Tanh(), nn.LayerNorm(3), nn.Linear(3, 1))
+    n = 860 if DEVICE.type == "cuda" else 420
+    net = nn.Sequential(nn.Linear(5, n), nn.Tanh(), nn.Linear(n, 3), nn.Tanh(), nn.LayerNorm(3), nn.Linear(3, 1))
     return net.to(DEVICE, dtype)
 
 
@@ -91,4 +92,4 @@ def assert_same_step(seed: int = 7, steps: int = 2, **options: Any) -> None:
     fused.step()
     assert not torch.equal(before[0], values(model)[0])
     # s is a difference of two inner products, each of which is rounded
-    torch.testing.assert_close(found(ours, fused), found(model, plain), rtol=2e-5, atol=5e-7)
+    torch.testing.assert_close(found(ours, fused), found(model, plain), rtol=2e-5, atol=2e-6)

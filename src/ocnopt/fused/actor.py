@@ -118,7 +118,7 @@ class FusedActor(Actor):
             **self._constants,
             RANK=self.rank,
             WIDE=support.room_for(self.rank),
-            BLOCK=128,  # a thread a number, with all that comes of it in registers
+            BLOCK=kernels.LANES,
         )
         grid = layout.width, -(-width // 16)
         kernels.add_up_by_group[grid](partials, layout.firsts, self.rows, WIDTH=width, COLUMNS=16, BLOCK=128)
