@@ -307,6 +307,8 @@ def test_phases_of_the_others_are_there(monkeypatch: pytest.MonkeyPatch) -> None
         ({"networks": ("lenet",)}, "network must be one of cnn, resnet18, transformer, fcn; got 'lenet'"),
         ({"optimizers": ("identity-liner-1",)}, "did you mean 'identity-linear-1'"),
         ({"rounds": 1}, "rounds must be at least 2"),
+        ({"stream": "mine"}, "stream must be default or own"),
+        ({"stream": "own", "device": "cpu"}, "stream: own is a matter of CUDA"),
         ({"batches": (1,)}, "batch must be at least 2"),
         ({"growth": ("height",)}, "growth must be one of depth, width, batch, rank; got 'height'"),
         ({"growth": ("depth",), "networks": ("cnn",)}, "cnn has no other depth; networks that have: transformer, fcn"),
