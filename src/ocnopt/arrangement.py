@@ -88,10 +88,10 @@ class Arrangement:
             return self._seated(players, order, None), []
         chain = this is not None and this.chain and len(passes) == 1
         if need.states and world.every(chain):  # the stages are the layers, in their order
+            stages = self._seated(players, order, None)
             if flow is not None:
                 self._placed(flow, group)
-            stages = self._seated(players, order, None)
-            tape.asking = {stages.modules[seats[0]] for seats in stages.seats}
+                flow.asking = frozenset(stages.modules[seats[0]] for seats in stages.seats)
             return stages, []
         placed, why = self._placed(flow, group)
         live: list[Live] = []

@@ -68,8 +68,6 @@ class Tape:
         self.counts: dict[str, int] = {}  # of the calls of each module
         self.graph: list[Ends] = []
         self._chains: dict[tuple[Any, ...], bool] = {}
-        self._chain = False  # was the last pass one?
-        self.asking: set[str] | None = None  # the modules at whose inputs the policy of a chain is asked
         self._known: list[tuple[int, bool]] = []  # the parameters in the last pass, and which were trained
         self._leaves = Leaves()
         self._trained_modules: set[str] = set()  # those that hold some of them
@@ -216,17 +214,20 @@ class Tape:
         if need.states:
             this.environment = Environment.of(model, anatomy, rng, this.autocast)
         if need.flow or need.states:
-            this.given = tuple((t.shape, t.dtype) for t in tensors(given))
+            this.given = tuple([(t.shape, t.dtype, t.requires_grad) for t in tensors(given)])
             this.watched = self.follower.begin(model, tensors(given), this.given, rng.of_torch, self._read)
         this.whole, this.split = need.whole, need.split
-        this.foreseeable = not need.calls and not need.whole and (this.watched is not None or self.follows_chain)
+        if need.states and not need.whole and (expected := self.follower.follows) is not None:
+            this.asking = expected.asking if this.watched is None else None
+            this.foreseeable = this.watched is not None or this.asking is not None
 
     def _look_at(self, parameters: list[nn.Parameter]) -> None:
         """Which are trained? Mostly those of the last pass."""
         known = [(id(p), p.requires_grad) for p in parameters]
         if known == self._known:
             return
-        self._known, self.asking, self._leaves = known, None, Leaves()  # others may act
+        self._known, self._leaves = known, Leaves()  # others may act
+        self.follower.look_again()
         self.scaling.watch(parameters)
         held = {n: m._parameters.values() for n, m in self.modules.items()}
         self._trained_modules = {n for n, own in held.items() if any(p is not None and p.requires_grad for p in own)}
@@ -245,7 +246,7 @@ class Tape:
         self._keep_places()
         if this.environment is not None:
             this.environment.idle = idle
-        this.flow = flow
+        this.end(flow, False)
         if output is None:  # the model has raised: nothing comes of this pass
             return None
         if not self._trained:
@@ -256,9 +257,7 @@ class Tape:
             self._when_trained_on(outputs, lambda: self.settle(seen))
         if not need.states:
             return None
-        nodes = [t.grad_fn for t in outputs if t.grad_fn is not None]
-        # one that is watched for edges was none before, and its graph has not been looked at
-        this.chain = self._chain = this.watched is None and self._is_chain(tuple(this.order), nodes)
+        this.end(flow, self._is_chain(this, outputs))
         self.graph = []
         numbers = iter(range(len(outputs)))
 
@@ -314,17 +313,6 @@ class Tape:
         self.records.append(record)
         record.arrived = True
 
-    def foresees(self, this: Pass) -> bool:
-        """Is it known what is read of a pass, which has done so far what was expected, and is that all that is asked?
-        Then nothing else need be watched, once it is certain that the pass comes on the tape.
-        """
-        return this.announced and this.foreseeable and self.follower.follows
-
-    @property
-    def follows_chain(self) -> bool:
-        """Is the pass expected to be a chain, of which it is known who asks?"""
-        return self._chain and self.asking is not None
-
     def _wants_scale(self) -> bool:
         """Is it of interest what becomes of the gradients of the backward pass under way?"""
         need = self.need()
@@ -357,19 +345,21 @@ class Tape:
         cast(Hooks, self.model._forward_pre_hooks).move_to_end(first.id, last=False)
         cast(Hooks, self.model._forward_hooks).move_to_end(last.id)
 
-    def _is_chain(self, order: tuple[str, ...], outputs: list[Any]) -> bool:
+    def _is_chain(self, this: Pass, outputs: list[Tensor]) -> bool:
         """Is the input of every layer the whole state?
 
         Not if parameters are used outside the calls that are seen: the change they make shows in no layer's input yet.
-        The same calls may be wired otherwise tomorrow, so a chain is looked at each time; what was not one once is
-        never taken for one again, since only then are outputs kept (from the next pass on) that changes are added up
-        from.
+        The same calls may be wired otherwise tomorrow, so a chain is looked at each time that it does something else;
+        what was not one once is never taken for one again, since only then are outputs kept (from the next pass on)
+        that changes are added up from.
         """
-        if not self._trained_modules <= self.measured & set(order):
-            return False
-        key = (order, tuple(bool(nodes) for _, nodes in self.graph))
+        if this.asking is not None:
+            return this.flow is not None and this.flow.asking is this.asking  # it did what it was expected to, or not
+        if this.watched is not None or not self._trained_modules <= self.measured & set(this.order):
+            return False  # one that is watched for edges was none before, and its graph has not been looked at
+        key = (tuple(this.order), tuple(bool(nodes) for _, nodes in self.graph))
         if self._chains.get(key, True):
-            self._chains[key] = is_chain(self.graph, outputs)
+            self._chains[key] = is_chain(self.graph, [t.grad_fn for t in outputs if t.grad_fn is not None])
         return self._chains[key]
 
 

@@ -19,6 +19,7 @@ from ocnopt.trees import mapped, tensors
 
 if TYPE_CHECKING:
     from ocnopt.capture import Tape
+    from ocnopt.games.expected import Step
 
 
 class Place:
@@ -36,39 +37,48 @@ class Place:
         if tape.rollout is not None:
             tape.rollout.before(name, occurrence, tensors((args, kwargs)))
             return None
+        step = None
         if self.measured and (recorder := tape.follower.recorder) is not None:
-            recorder.enter(name, args, kwargs)
+            step = recorder.enter(name, args, kwargs)
+        this = tape.current
+        if step is not None and this is not None and this.foreseeable:
+            return self._as_foreseen(step, this, module, occurrence, args, kwargs)
         need = tape.needed()
         if not need:
             return None
-        this = tape.current or Pass(None)
+        this = this or Pass(None)
         this.order.append(name)
         if not self.measured or not (need.calls or need.states):
             return None
         this.called[module] = None
-        if tape.foresees(this):
-            return self._as_foreseen(this, module, occurrence, args, kwargs)
         record = self._record(this, module, occurrence, args, kwargs, need)
         passed_on = self._watch_inputs(record, args, kwargs) if need.states else None
         tape.once.begin(record)
         return passed_on
 
-    def _as_foreseen(self, this: Pass, module: nn.Module, occurrence: int, args: Any, kwargs: Any) -> Any:
-        """Only what is going to be asked for is watched, and comes on the tape with its adjoint."""
-        if this.watched is None:  # a chain: its calls are looked at each time
-            record = Record(self.name, module, occurrence, this)
-            self.tape.open.append(record)
-            return self._watch_inputs(record, args, kwargs)
-        wanted = this.watched.into_player(self.name, occurrence)
-        if not wanted:
+    def _as_foreseen(self, step: Step, this: Pass, module: nn.Module, occurrence: int, args: Any, kwargs: Any) -> Any:
+        """Only what is going to be asked for is watched. Without calls the first layer is enough to bring the pass on
+        the tape by what it writes, and others come there by what they read.
+        """
+        if not step.entry.mode.grad:
             return None
-        record = Record(self.name, module, occurrence, this)
-        if kwargs or not all(isinstance(t, Tensor) for t in args):
-            return self._watch_inputs(record, args, kwargs)
-        return self._watch(record, wanted, args), kwargs
+        tape, wanted = self.tape, this.wanted(self.name, occurrence)
+        this.order.append(self.name)
+        this.called[module] = None
+        if tape.asked.calls or not this.announced:
+            record = self._record(this, module, occurrence, args, kwargs, tape.asked)
+        elif wanted:
+            record = Record(self.name, module, occurrence, this)
+        else:
+            return None
+        plain = step.plain is not None
+        passed_on = (self._watch(record, wanted, args), kwargs) if plain else self._watch_inputs(record, args, kwargs)
+        if this.groups is not None:
+            tape.once.begin(record)
+        return passed_on
 
     def _watch(self, record: Record, wanted: Container[int], args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """As :meth:`_watch_inputs`, of tensors and nothing else, where it is known which of them are wanted."""
+        """As :meth:`_watch_inputs`, of tensors and nothing else."""
         given, i = list(args), 0
         for place, t in enumerate(args):
             if t.is_floating_point():
@@ -118,10 +128,7 @@ class Place:
         if not alias:
             record.opaque = True
             return t
-        if this.watched is not None and i not in this.watched.into_player(record.name, record.occurrence):
-            return t
-        if self.tape.follows_chain and record.name not in (self.tape.asking or ()):
-            record.opaque = True
+        if i not in this.wanted(record.name, record.occurrence):
             return t
         return self.tape.alias(t, this, record, record.readings, i)
 
@@ -141,16 +148,14 @@ class Place:
     def _watch_outputs(self, record: Record, output: Any) -> Any:
         outputs, this = floating(output), record.origin
         trained = [(i, t) for i, t in enumerate(outputs) if t.requires_grad]
-        nodes = [t.grad_fn for _, t in trained]
-        handed_out = None in nodes
+        handed_out = any(t.grad_fn is None for _, t in trained)
         if handed_out:  # a hook on a leaf (a parameter, handed out as it is) would stay for ever
             output = mapped(lambda t: t.view_as(t) if t.requires_grad and t.grad_fn is None else t, output)
             outputs = floating(output)
             trained = [(i, outputs[i]) for i, _ in trained]
-            nodes = [t.grad_fn for _, t in trained]
         if self.tape.graph:
-            self.tape.graph[-1][1].extend(nodes)
-        if trained and not self.tape.foresees(this):
+            self.tape.graph[-1][1].extend([t.grad_fn for _, t in trained])
+        if trained:
             keep = self._keepers(record, outputs)
             adapter = this.summed.get(record.name) if len(outputs) == 1 else None
             for i, t in trained:

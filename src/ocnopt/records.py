@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -23,6 +24,9 @@ from ocnopt.readings import Reading, arrived
 from ocnopt.rng import AllRNG, RNGState
 from ocnopt.tallies import Account
 from ocnopt.trees import mapped, tensors
+
+
+_ALL, _NONE = range(sys.maxsize), range(0)
 
 
 @dataclass(frozen=True)
@@ -57,15 +61,18 @@ class Pass:
     order: list[str] = field(default_factory=list)  # modules in the order of their calls
     chain: bool = False
     flow: Flow | None = None
+    foreseen: bool = False  # did it do what it was expected to, and were its live edges watched?
+    compared: bool = False  # is it known where a second pass can be compared with it? Else it is run once more
     whole: bool = False  # are the outputs of layers kept, too, so that a change can be added up layer by layer?
     split: bool = False  # can changes be told sample by sample?
     watched: Edges | None = None  # of the data flow that it is expected to have: what is read of it
+    asking: frozenset[str] | None = None  # of the chain that it is expected to be: who reads all of its input
     readings: dict[tuple[int, int], Reading] = field(default_factory=dict)  # by operations: (value, entry)
     draws: Draws = field(default_factory=dict)
     fixed: str | None = None  # why it cannot be run again stage by stage
     D: dict[int, Reading] = field(default_factory=dict)  # the outputs of the model, as the loss read them
     called: dict[nn.Module, None] = field(default_factory=dict)  # the modules that were watched in it
-    foreseeable: bool = False  # may it be that nothing is asked of it but what is known beforehand?
+    foreseeable: bool = False  # as long as it does what is expected, is it known what will be asked of it?
     announced: bool = False  # is there a record that will come on the tape with its output's adjoint?
     scale: Tensor | None = None  # the factor by which adjoints are to be multiplied, if any
     turn: int = 0  # which pass since the hooks were set
@@ -95,15 +102,16 @@ class Pass:
             self._reached = task, all_reached(self.sinks)
         return self._reached[1]
 
-    @property
-    def compared(self) -> bool:
-        """Is it known where a second pass can be compared with it? Else it is run once more, to find out."""
-        return self.chain or self.whole or self.foreseen
+    def wanted(self, name: str, occurrence: int) -> Collection[int]:
+        """The inputs of a call that somebody will ask about, where it is foreseen."""
+        if self.watched is not None:
+            return self.watched.into_player(name, occurrence)
+        return _ALL if self.asking is None or name in self.asking else _NONE
 
-    @property
-    def foreseen(self) -> bool:
-        """Did it do what it was expected to?"""
-        return self.watched is not None and self.watched.flow is self.flow
+    def end(self, flow: Flow | None, chain: bool) -> None:
+        self.flow, self.chain = flow, chain
+        self.foreseen = self.watched is not None and self.watched.flow is flow
+        self.compared = chain or self.whole or self.foreseen
 
     def inputs_changed(self) -> bool:
         return self.versions != versions_of((self.args, self.kwargs))

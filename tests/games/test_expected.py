@@ -13,7 +13,6 @@ from tests.toys import assert_identical, values
 from torch import Tensor, nn
 
 from ocnopt import OCNOpt
-from ocnopt.capture import Tape
 from ocnopt.games.flow import Overwriting
 from ocnopt.games.recorder import Recorder
 
@@ -216,7 +215,7 @@ class ActorCritic(nn.Module):
 def test_an_output_that_the_loss_leaves_out(passes: int) -> None:
     """The first layer of a foreseen pass hears nothing."""
     ours = _trained(passes)
-    with patch.object(Tape, "foresees", lambda self, this: False):
+    with unforeseen():
         theirs = _trained(passes)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 

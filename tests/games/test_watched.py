@@ -282,7 +282,7 @@ def test_a_layer_of_a_chain_is_asked_as_soon_as_it_is_thawed() -> None:
         model[2].requires_grad_(True)
         if forgetful:
             assert opt._tape is not None
-            opt._tape.asking = None
+            opt._tape.follower.look_again()
         train(model, opt, 1)
         found.append([*values(model), opt.diagnostics.s])
     for ours, theirs in zip(*found, strict=True):

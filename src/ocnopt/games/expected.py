@@ -33,6 +33,7 @@ class Step(NamedTuple):
     beside: tuple[int, ...]  # where something is overwritten: turns of other tensors that somebody is going to read
     plain: tuple[int, ...] | None  # the turns of its arguments, where these are tensors and nothing else
     real: int | None  # the turn of what comes out, where that is one tensor of real numbers
+    changed: int | None  # which of its positional arguments is overwritten, if one is
 
 
 def path(entries: Sequence[Entry], inputs: int) -> list[Step]:
@@ -46,11 +47,13 @@ def path(entries: Sequence[Entry], inputs: int) -> list[Step]:
         made = range(turn, turn + len(entry.made))
         if entry.kind in ("operation", "player", "output"):
             beside: tuple[int, ...] = ()
+            changed = None
             if entry.written is not None:
-                changed = _values((entry.args, entry.kwargs))[entry.written].turn
-                beside = tuple(t for t in range(turn) if t != changed and last.get(t, -1) >= place)
+                value = _values((entry.args, entry.kwargs))[entry.written]
+                beside = tuple(t for t in range(turn) if t != value.turn and last.get(t, -1) >= place)
+                changed = next((i for i, spec in enumerate(entry.args) if spec is value), None)
             real = made.start if entry.single and entry.made == ("real",) else None
-            steps.append(Step(entry, place, begin, made, turns, beside, _plain(entry), real))
+            steps.append(Step(entry, place, begin, made, turns, beside, _plain(entry), real, changed))
             begin, turns = place + 1, made.stop
         turn = made.stop
     return steps

@@ -92,6 +92,7 @@ class Flow:
     version: int = 0  # how often other numbers have been found in its code
     rounds: dict[Any, Any] = field(default_factory=dict)  # what follows from it, see Game
     watched: Edges | None = None  # the live edges of the last step, if they are going to be those of the next one
+    asking: frozenset[str] | None = None  # of a chain: the modules at whose inputs the policy is asked
     held: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)  # passes that no step has been made of yet
     _steps: tuple[list[Entry], list[Step]] | None = None
 

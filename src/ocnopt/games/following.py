@@ -70,10 +70,9 @@ class Follower:
         return self._draws
 
     @property
-    def follows(self) -> bool:
-        """Does the pass under way do what was expected of it?"""
-        recorder = self.recorder
-        return recorder is not None and recorder.follows
+    def follows(self) -> Flow | None:
+        """What the pass under way is expected to do, if it has done nothing else so far."""
+        return None if self.recorder is None else self.recorder.follows
 
     def end(self, output: Any, this: Pass | None) -> Flow | None:
         recorder, self.recorder = self.recorder, None
@@ -90,6 +89,11 @@ class Follower:
             this.fixed = "it drew random numbers that were not kept (from the next step on they are)"
         self._draws = drew
         return flow
+
+    def look_again(self) -> None:
+        """Other parameters are trained: what was a chain may be none."""
+        for flow in (*self._flows, *(habit.flow for habit in self._habits.values())):
+            flow.asking = None
 
     def learn(self, given: Any, flow: Flow) -> None:
         """A pass is trained on."""

@@ -169,9 +169,10 @@ class Recorder(TorchFunctionMode):
         both: tuple[Any, Any] = mapped(read, (args, kwargs))
         return both
 
-    def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A player is about to run: what happens inside is its own business."""
-        if not self._inside:
+    def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+        """A player is about to run: what happens inside is its own business. Returns the step, if it was expected."""
+        self._inside += 1
+        if self._inside == 1:
             self._call = self._step = None
             walk = self._walk
             if walk is not None and (step := walk.next("player", name)) is not None and walk.fits(step, args, kwargs):
@@ -182,7 +183,8 @@ class Recorder(TorchFunctionMode):
             self._stands_aside = is_innermost(self)
             if self._stands_aside:
                 torch._C._pop_torch_function_stack()
-        self._inside += 1
+            return self._step
+        return None
 
     def leave(self, name: str, output: Any) -> None:
         self._inside -= 1
@@ -199,9 +201,9 @@ class Recorder(TorchFunctionMode):
             torch._C._push_on_torch_function_stack(self)
 
     @property
-    def follows(self) -> bool:
-        """Has it done nothing so far but what was expected?"""
-        return self._walk is not None
+    def follows(self) -> Flow | None:
+        """What is expected, if it has done nothing else so far."""
+        return None if self._walk is None else self._walk.flow
 
     def finish(self, output: Any, known: Iterable[Flow]) -> Flow:
         """The flow of this pass: one of those already known, if it did the same."""
