@@ -215,7 +215,8 @@ class Tape:
             this.environment = Environment.of(model, anatomy, rng, this.autocast)
         if need.flow or need.states:
             this.given = tuple([(t.shape, t.dtype, t.requires_grad) for t in tensors(given)])
-            this.watched = self.follower.begin(model, tensors(given), this.given, rng.of_torch, self._read)
+            device = parameters[0].device.type if parameters else "cpu"
+            this.watched = self.follower.begin(model, device, tensors(given), this.given, rng.of_torch, self._read)
         this.whole, this.split = need.whole, need.split
         if need.states and not need.whole and (expected := self.follower.follows) is not None:
             this.asking = expected.asking if this.watched is None else None
@@ -303,7 +304,7 @@ class Tape:
         """Its first adjoint has arrived. The groups of one pass are others where there are two: what the backward pass
         has split is of no use.
         """
-        self._reached.setdefault(id(record.origin), record.origin)
+        self.reach(record.origin)
         first = self.records[0].origin if self.records else record.origin
         if first is not record.origin:
             if first.groups is not None:
@@ -376,9 +377,10 @@ class Arrival:
         tape, this, record = self.tape, self.this, self.record
         if not tape.hears(this, record):
             return
-        if record is not None and not record.arrived:
+        if record is None:
+            tape.reach(this)
+        elif not record.arrived:
             tape.take(record)
-        tape.reach(this)
         compared = self.outside or this.compared  # outputs always are
         self.reading.arrive(g, not graph_is_kept(), compared, not compared, tape.waiting)
         if self.outside:

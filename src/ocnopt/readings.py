@@ -91,24 +91,23 @@ class Reading:
             sized: other readings are. That is all that it can be used for if it is not kept.
             waiting: others that it may wait for.
         """
-        if torch.is_grad_enabled():  # as it hardly ever is in a backward pass
-            with torch.no_grad():
-                self._arrive(adjoint, last, kept, sized, waiting)
-        else:
-            self._arrive(adjoint, last, kept, sized, waiting)
-
-    def _arrive(self, adjoint: Tensor, last: bool, kept: bool, sized: bool, waiting: Waiting | None) -> None:
-        settled, tensor = None if self.adjoint is None else self.before, self._tensor
+        tensor = self._tensor
         if tensor is None:  # none was to follow, and one did
             self._spoilt = True
             return
         if tensor._version != self._version:
             self._spoilt = True
-        adjoint = adjoint.detach()
+        if adjoint.requires_grad:  # as it hardly ever does
+            adjoint = adjoint.detach()
         if waiting is not None and last and kept and self.adjoint is None and dots.can_wait(adjoint, tensor):
             self.adjoint, self._waits = adjoint, waiting
             waiting.add(self, tensor)
             return
+        with torch.no_grad():
+            self._add(adjoint, tensor, last, kept, sized)
+
+    def _add(self, adjoint: Tensor, tensor: Tensor, last: bool, kept: bool, sized: bool) -> None:
+        settled = None if self.adjoint is None else self.before
         before = products(adjoint, tensor) if self.by_row else product(adjoint, tensor)
         self.before = before if settled is None else settled + before
         self.adjoint = adjoint if self.adjoint is None else self.adjoint + adjoint

@@ -130,7 +130,7 @@ def can_wait(x: Tensor, y: Tensor) -> bool:
 
 def _there_is_one(x: Tensor, y: Tensor) -> bool:
     kinds = x.dtype in support.KINDS and y.dtype in support.KINDS
-    return kinds and x.device == y.device and support.why_not_on(x.device) is None
+    return kinds and x.get_device() == y.get_device() and support.why_not_on(x.device) is None
 
 
 def in_same_order(x: Tensor, y: Tensor) -> bool:

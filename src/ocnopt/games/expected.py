@@ -111,10 +111,13 @@ class Walk:
                     return False
             elif not self._is(spec, given):
                 return False
-        if not kwargs and not named:
-            return True
-        same = len(kwargs) == len(named) and all(kwargs.get(key, self) is spec for key, spec in named.items())
-        return same or self._is(named, kwargs)
+        if kwargs or named:
+            if len(kwargs) != len(named):
+                return False
+            for key, spec in named.items():
+                if kwargs.get(key, self) is not spec:  # mostly a constant of Python
+                    return self._is(named, kwargs)
+        return True
 
     def _casts_as(self, mode: Mode) -> bool:
         on, dtype = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)

@@ -48,15 +48,18 @@ class Follower:
         self._random: RNGState | None = None
         self._draws = True  # does the model draw random numbers? Until the first pass is over it may
 
-    def begin(self, model: nn.Module, inputs: list[Tensor], given: Any, rng: RNGState, read: Read) -> Edges | None:
+    def begin(
+        self, model: nn.Module, device: str, inputs: list[Tensor], given: Any, rng: RNGState, read: Read
+    ) -> Edges | None:
         """What is to be watched of the pass, if it can be foreseen what it is going to do; ``read`` is told of it.
 
-        ``given``: what passes have in common that are likely to do the same; ``rng``: the present random numbers.
+        ``device``: the kind of that of the parameters; ``given``: what passes have in common that are likely to do the
+        same; ``rng``: the present random numbers.
         """
         self._abandon()
         habit, self._random = self._habits.get(given), rng
         expected, watched = (None, None) if habit is None else (habit.expected(), habit.watched())
-        self.recorder = Recorder(model, inputs, rng.states if self._draws else None, expected, watched, read)
+        self.recorder = Recorder(model, inputs, device, rng.states if self._draws else None, expected, watched, read)
         self.recorder.__enter__()  # type: ignore[no-untyped-call]
         return watched
 

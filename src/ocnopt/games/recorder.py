@@ -27,12 +27,13 @@ class Recorder(TorchFunctionMode):
         self,
         model: nn.Module,
         inputs: list[Tensor],
+        device: str = "cpu",
         devices: Iterable[torch.device] | None = None,
         expected: Flow | None = None,
         watched: Edges | None = None,
         read: Read = lambda t, value, entry: t,
     ) -> None:
-        """``devices``: whose random numbers to keep where they are drawn; ``None``: of none. ``expected``: the flow
+        """``device``: the kind of that of its parameters. ``devices``: whose random numbers to keep where they are drawn; ``None``: of none. ``expected``: the flow
         that the pass is likely to have. ``watched``: edges of that flow; operations at their ends get what ``read``
         makes of the tensors.
         """
@@ -43,7 +44,7 @@ class Recorder(TorchFunctionMode):
         self._rng = None if devices is None else RNGState.capture(devices)
         self.unknown: str | None = None
         self.constants: list[Tensor] = []
-        self._device = next((p.device.type for p in model.parameters()), "cpu")
+        self._device = device
         self._values: dict[int, Value] = {}
         self._refs: dict[int, weakref.ref[Tensor]] = {}  # an id is that of a tensor as long as it lives
         self._turns = 0
@@ -128,7 +129,7 @@ class Recorder(TorchFunctionMode):
             if not _is_one_of(out, *given) and walk.arrive(step, out):
                 return out
         else:
-            changed = tensors((args, kwargs))[written]
+            changed = tensors((args, kwargs))[written] if step.changed is None else args[step.changed]
             version = _version(changed)
             out = func(*given[0], **given[1])
             if _version(changed) != version and out is changed and walk.is_safe(step, changed):
@@ -319,7 +320,7 @@ class Recorder(TorchFunctionMode):
 
 def _is_one_of(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Has it given back what it was given?"""
-    for t in (out,) if isinstance(out, Tensor) else made_of(out)[0]:
+    for t in (out,) if type(out) is Tensor else made_of(out)[0]:
         for one in args:
             if one is t:
                 return True

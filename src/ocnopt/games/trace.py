@@ -18,7 +18,8 @@ from ocnopt.trees import tensors
 def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Flow:
     """Run the model once; parameters, buffers and random numbers stay as they are."""
     modules = {use.module_name: use.called for uses in find_uses(model).values() for use in uses}
-    recorder = Recorder(model, tensors((args, dict(kwargs))))
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    recorder = Recorder(model, tensors((args, dict(kwargs))), device)
 
     def enter(name: str) -> Any:
         return lambda _, args, kwargs: recorder.enter(name, args, kwargs)
