@@ -118,12 +118,14 @@ def test_many_inner_products(dtype: torch.dtype) -> None:
 
 
 def test_many_inner_products_are_those_of_each() -> None:
-    """To the last digit: what is taken off a product may have been formed with others."""
+    """To the last digit: what is taken off a product may have been formed with others. Wherever they begin."""
     whole = [both for both in _pairs(torch.float32) if not both.rows]
-    for _ in range(2):
-        for both, got in zip(whole, _each(whole), strict=True):
+    aside = [dots.Pair(x[1:], y[1:], 0) for x, y, _ in whole if x.dim() == 1 and len(x) > 1]
+    for some in (whole, aside, [*whole, *aside]):
+        for both, got in zip(some, _each(some), strict=True):
             order = (0, 2, 3, 1)[: both.x.dim()] if both.x.dim() == 4 else (0,)
             assert torch.equal(got, dots.dot(*(t.permute(order).reshape(-1) for t in both[:2])))
+            assert not dots.changes(both.x, both.y, got, None).any()
 
 
 def test_which_products_can_be_formed_with_others() -> None:

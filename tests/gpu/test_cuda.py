@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import ocnopt
+from ocnopt.curvature import beside
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -129,3 +131,24 @@ def test_eigenbases_are_read_in_the_precision_that_is_allowed(ekfac: bool) -> No
     assert torch.equal(A, A_high)
     assert not torch.equal(exact, close)
     assert (exact - close).norm() < 1e-2 * exact.norm()
+
+
+def test_a_basis_that_is_ready_waits_for_none_that_is_being_made() -> None:
+    large, *small = (torch.randn(1, n, 2 * n, device="cuda") for n in (4096, *[64] * 100))
+    large, *small = (x @ x.mT for x in (large, *small))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for matrix in small:
+            beside.begin([matrix])
+        beside.finish([large])  # libraries are loaded
+        torch.cuda.synchronize()
+        beside.begin([large])
+        start, waits, kept = time.perf_counter(), [], []
+        while small and not beside._jobs[large].done():
+            before = time.perf_counter()
+            kept.append(beside.finish([small.pop()]))  # memory that is given back makes events
+            waits.append(time.perf_counter() - before)
+            time.sleep(0.002)
+        whole = time.perf_counter() - start
+        beside.finish([large])
+    assert len(waits) > 5
+    assert max(waits) < whole / 4

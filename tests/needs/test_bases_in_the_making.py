@@ -134,7 +134,7 @@ class Nothing:
         self.device = "cpu"
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: None
+        return lambda *_, **__: Nothing()
 
 
 @pytest.fixture
@@ -168,6 +168,32 @@ def test_a_thread_makes_the_same_numbers(threads: list[str]) -> None:
     assert len(threads) == 8
     assert_identical(values(model), values(other))
     assert_identical(state_of(opt), state_of(theirs))
+
+
+def test_what_is_handed_over_is_done(threads: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that had an event to wait for would be held up by the next decomposition."""
+    done: list[str] = []
+
+    class Event:
+        def synchronize(self) -> None:
+            done.append(threading.current_thread().name)
+
+    class Stream(Nothing):
+        def record_event(self) -> Event:
+            return Event()
+
+    class Present(Nothing):
+        def wait_event(self, event: Any) -> None:
+            raise AssertionError("nothing is left to wait for")
+
+    monkeypatch.setattr(beside, "_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "current_stream", Present)
+    matrix = torch.eye(3, dtype=torch.float64)[None]
+    beside.begin([matrix])
+    (found,) = beside.finish([matrix])
+    assert found is not None
+    assert done == threads
+    assert len(done) == 1
 
 
 def test_steps_go_on_while_it_works_and_wait_when_its_time_has_come(

@@ -36,10 +36,9 @@ def finish(matrices: Sequence[Tensor]) -> list[Eigen | None]:
         return batched(matrices)
     if matrices[0] not in _jobs:
         begin(matrices)
-    job: Future[tuple[list[Eigen | None], torch.cuda.Event]] = _jobs.pop(matrices[0])
-    found, done = job.result()
+    job: Future[list[Eigen | None]] = _jobs.pop(matrices[0])
+    found = job.result()
     present = torch.cuda.current_stream(matrices[0].device)
-    present.wait_event(done)
     for t in (t for pair in found if pair is not None for t in pair):
         t.record_stream(present)  # it was made on another one
     return found
@@ -55,16 +54,18 @@ def _is_beside(matrix: Tensor) -> bool:
     return matrix.is_cuda
 
 
-def _made(
-    matrices: list[Tensor], stream: torch.cuda.Stream, ready: torch.cuda.Event
-) -> tuple[list[Eigen | None], torch.cuda.Event]:
+def _made(matrices: list[Tensor], stream: torch.cuda.Stream, ready: torch.cuda.Event) -> list[Eigen | None]:
+    """Until the device is done, so that the step which fetches it has no event to deal with: while the next one copies
+    to the host, CUDA lets whoever makes or drops an event wait, on any stream.
+    """
     with torch.no_grad(), torch.cuda.device(stream.device), torch.cuda.stream(stream):
         stream.wait_event(ready)
         try:
             found = batched(matrices)
         except Exception:  # such as too little memory: the old basis goes on
             found = [None] * len(matrices)
-        return found, stream.record_event()
+        stream.record_event().synchronize()
+        return found
 
 
 @lru_cache(maxsize=1)

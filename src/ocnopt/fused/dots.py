@@ -161,9 +161,8 @@ def dots(pairs: Sequence[Pair]) -> Tensor | None:
     partials = torch.empty(len(plan.shares), dtype=torch.float32, device=x.device)
     results = torch.empty(plan.products, dtype=torch.float32, device=x.device)
     how = {"X": kernels.KINDS[x.dtype], "Y": kernels.KINDS[y.dtype], "BLOCK": kernels.BLOCK}
-    aligned = plan.aligned and not any(address % 16 for address in row)
     try:
-        kernels.dots[len(partials),](addresses, plan.shares, partials, len(pairs), ALIGNED=aligned, **how)
+        kernels.dots[len(partials),](addresses, plan.shares, partials, len(pairs), **how)
         kernels.sums[plan.products,](partials, plan.firsts, results, BLOCK=kernels.BLOCK)
     except Exception as error:
         support.breaks(error)
@@ -190,8 +189,6 @@ class _Plan:
         self.products = len(counts)
         self.shares = torch.cat(shares).to(device, non_blocking=True)  # see the kernel
         self.firsts = torch.tensor([*accumulate(counts, initial=0)]).to(device, non_blocking=True)
-        #: do all rows begin at multiples of 16 numbers?
-        self.aligned = all(numbers // rows % 16 == 0 for numbers, rows in sizes if rows)
         self.addresses = Addresses(device)
 
 

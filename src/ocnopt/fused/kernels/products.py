@@ -6,7 +6,24 @@ import triton.language as tl
 from ocnopt.fused.kernels.common import pointer
 
 
-@triton.jit(do_not_specialize=["width", "parts"])
+@triton.jit
+def part_of(x, y, first, programs, numbers, BLOCK: tl.constexpr):
+    """What one of the programs of a row adds up: every so many blocks of it, from the first on.
+
+    Products alone and with others are the same to the last digit. The order in which :func:`tl.sum` adds follows from
+    how numbers are spread over threads, and that from what is known of their alignment when a kernel is built: so of
+    ``x`` and ``y`` nothing must be.
+    """
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in range(first * BLOCK, numbers, programs * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < numbers
+        here = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        sums += here * tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
+    return tl.sum(sums)
+
+
+@triton.jit(do_not_specialize=["width", "parts"], do_not_specialize_on_alignment=["x", "y", "partials"])
 def change(
     x,
     y,
@@ -32,15 +49,8 @@ def change(
     of all adds up.
     """
     i, programs = tl.program_id(0), tl.num_programs(0)
-    x += (i // parts).to(tl.int64) * width
-    y += (i // parts).to(tl.int64) * width
-    sums = tl.zeros([BLOCK], tl.float32)
-    for start in range(i % parts * BLOCK, width, parts * BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = at < width
-        here = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        sums += here * tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(partials + i, tl.sum(sums))
+    begin = (i // parts).to(tl.int64) * width
+    tl.store(partials + i, part_of(x + begin, y + begin, i % parts, parts, width, BLOCK))
     tl.debug_barrier()
     if tl.atomic_add(arrivals, 1, sem="acq_rel") == programs - 1:
         group = tl.arange(0, WIDE)
@@ -78,7 +88,6 @@ def dots(
     pairs,
     X: tl.constexpr,
     Y: tl.constexpr,
-    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Inner products of many pairs, or of rows of them. ``addresses: [2, pairs]``. ``shares: [programs, 5]``: the pair,
@@ -88,20 +97,12 @@ def dots(
     i = tl.program_id(0)
     which, offset = tl.load(shares + 5 * i), tl.load(shares + 5 * i + 1)
     first, programs, numbers = tl.load(shares + 5 * i + 2), tl.load(shares + 5 * i + 3), tl.load(shares + 5 * i + 4)
-    if ALIGNED:
-        offset = tl.multiple_of(offset, 16)
-    x = pointer(addresses, which, X, ALIGNED) + offset
-    y = pointer(addresses + pairs, which, Y, ALIGNED) + offset
-    sums = tl.zeros([BLOCK], tl.float32)
-    for start in range(first * BLOCK, numbers, programs * BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = at < numbers
-        here = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        sums += here * tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(partials + i, tl.sum(sums))
+    x = pointer(addresses, which, X, False) + offset
+    y = pointer(addresses + pairs, which, Y, False) + offset
+    tl.store(partials + i, part_of(x, y, first, programs, numbers, BLOCK))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["partials"])
 def sums(partials, firsts, results, BLOCK: tl.constexpr):
     """Of the parts of each product: no more than a block."""
     i, at = tl.program_id(0), tl.arange(0, BLOCK)
