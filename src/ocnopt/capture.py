@@ -84,7 +84,7 @@ class Tape:
         self.once = Once(self.hears)
         self._places: list[tuple[nn.Module, RemovableHandle, RemovableHandle]] = []
         for name, module in modules.items():
-            place = Place(self, name)
+            place = Place(self, name, module)
             before = module.register_forward_pre_hook(Hook(place.before), with_kwargs=True)
             after = module.register_forward_hook(Hook(place.after), prepend=True)
             self._places.append((module, before, after))
@@ -99,6 +99,7 @@ class Tape:
     @contextmanager
     def following(self, rollout: Rollout) -> Iterator[None]:
         """The hooks record nothing while the model runs again: they tell ``rollout``."""
+        self._keep_places()
         self.rollout = rollout
         try:
             yield
@@ -199,7 +200,8 @@ class Tape:
         self._look_at(parameters)
         if need.calls or need.states:  # then the model may run again
             self._others.watch(anatomy.modules)
-            self._keep_places()
+            if not self._others.absent:
+                self._keep_places()
         given = args, kwargs
         args, kwargs = detached(given)
         this = self.current = Pass(_batch_size(args, kwargs), args, kwargs, versions_of((args, kwargs)))
@@ -244,7 +246,6 @@ class Tape:
         if this is None:
             return None
         this.idle = idle
-        self._keep_places()
         if this.environment is not None:
             this.environment.idle = idle
         this.end(flow, False)

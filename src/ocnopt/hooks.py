@@ -100,11 +100,15 @@ class Others:
         self.model = model
         self._watched: dict[int, Watched] = {}
         self._replaced: list[tuple[Hooks, int, Any]] = []
+        self.absent = False  # had nobody else a hook anywhere when the last pass began?
 
     def watch(self, modules: Sequence[nn.Module]) -> None:
         """A pass begins. ``modules``: those of the model."""
         self.rest()
+        self.absent = _nobody_else(modules)
         known, self._watched = self._watched, {}  # compiled code may have got hold of them
+        if self.absent:
+            return
         for hooks, before in self._places(modules):
             for number, hook in _of_others(hooks):
                 same = known.get(number)
@@ -142,7 +146,8 @@ class Others:
     def silent(self, idle: frozenset[int]) -> Iterator[None]:
         """Run a block in which these hooks are not called."""
         try:
-            for hooks, _ in self._places(modules_of(self.model)):
+            modules = modules_of(self.model)
+            for hooks, _ in () if _nobody_else(modules) else self._places(modules):
                 for number, _ in _of_others(hooks):
                     if number in idle:
                         self._replace(hooks, number, _nothing)
@@ -154,8 +159,6 @@ class Others:
         """The hooks of others, and whether they come before the module. Those before the model itself are being called
         already when a pass begins, and are left alone.
         """
-        if _nobody_else(modules):
-            return []
         before: list[Any] = [torch_module._global_forward_pre_hooks]
         after: list[Any] = [torch_module._global_forward_hooks]
         for module in modules:

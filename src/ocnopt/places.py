@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class Place:
     """One of the modules that the tape watches. It is the tape that knows which pass is under way."""
 
-    def __init__(self, tape: Tape, name: str) -> None:
-        self.tape, self.name = tape, name
+    def __init__(self, tape: Tape, name: str, module: nn.Module) -> None:
+        self.tape, self.name, self._is_host = tape, name, isinstance(module, Host)
         # a module around other players would count their changes a second time
         self.measured = name in tape.measured
 
@@ -91,8 +91,10 @@ class Place:
     def _record(self, this: Pass, module: nn.Module, occurrence: int, args: Any, kwargs: Any, need: Need) -> Record:
         record = Record(self.name, module, occurrence, this)
         if need.calls:
-            record.args, record.kwargs = detached(args), detached(kwargs)
-            record.versions = versions_of((args, kwargs))
+            record.args, record.versions = detached(args), versions_of(args)
+            if kwargs:
+                record.kwargs = detached(kwargs)
+                record.versions += versions_of(kwargs)
         record.training = module.training
         record.autocast = autocast_dtype(module)
         if self.name in self.tape.randomised:
@@ -147,20 +149,20 @@ class Place:
 
     def _watch_outputs(self, record: Record, output: Any) -> Any:
         outputs, this = floating(output), record.origin
-        trained = [(i, t) for i, t in enumerate(outputs) if t.requires_grad]
-        handed_out = any(t.grad_fn is None for _, t in trained)
+        trained = [i for i, t in enumerate(outputs) if t.requires_grad]
+        if not trained:
+            return None
+        handed_out = None in [outputs[i].grad_fn for i in trained]
         if handed_out:  # a hook on a leaf (a parameter, handed out as it is) would stay for ever
             output = mapped(lambda t: t.view_as(t) if t.requires_grad and t.grad_fn is None else t, output)
             outputs = floating(output)
-            trained = [(i, outputs[i]) for i, _ in trained]
         if self.tape.graph:
-            self.tape.graph[-1][1].extend([t.grad_fn for _, t in trained])
-        if trained:
-            keep = self._keepers(record, outputs)
-            adapter = this.summed.get(record.name) if len(outputs) == 1 else None
-            for i, t in trained:
-                hook(t, self._arrival(record, i, keep, adapter))
-            this.announced = True
+            self.tape.graph[-1][1].extend([outputs[i].grad_fn for i in trained])
+        keep = self._keepers(record, outputs)
+        adapter = this.summed.get(record.name) if len(outputs) == 1 else None
+        for i in trained:
+            hook(outputs[i], self._arrival(record, i, keep, adapter))
+        this.announced = True
         return output if handed_out else None
 
     def _arrival(
@@ -192,8 +194,7 @@ class Place:
 
         In a chain outputs are not compared, and nothing here holds on to them; a host will ask for its own.
         """
-        need = self.tape.needed()
-        if (need.states and record.origin.whole) or (need.calls and isinstance(record.module, Host)):
+        if record.origin.whole or (self._is_host and self.tape.needed().calls):
             # detached tensors share their memory: an in-place activation after the layer overwrites them
             return [self._keeper(record, i, t.detach()) for i, t in enumerate(outputs)]
         return []

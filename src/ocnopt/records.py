@@ -238,7 +238,7 @@ class Record:
 
     def overwritten(self) -> bool:
         """Have the arguments been changed in place since the call began?"""
-        return self.versions != (versions_of((self.args, self.kwargs)) if self.args or self.kwargs else [])
+        return self.versions != [*versions_of(self.args), *(versions_of(self.kwargs) if self.kwargs else ())]
 
 
 @dataclass
@@ -277,10 +277,14 @@ class Rollout:
 
 
 def detached(tree: Any) -> Any:
+    if type(tree) is tuple and len(tree) == 1 and type(tree[0]) is Tensor:  # what nearly all layers are given
+        return (tree[0].detach(),)
     return mapped(Tensor.detach, tree)
 
 
 def floating(tree: Any) -> list[Tensor]:
+    if type(tree) is Tensor:  # what nearly all of them return
+        return [tree] if tree.is_floating_point() else []
     return [t for t in tensors(tree) if t.is_floating_point()]
 
 

@@ -63,10 +63,11 @@ class Scaling:
         self._wanted = wanted
         self._shared = set(self._watched)
         self._hooks: dict[Tensor, RemovableHandle] = {}
-        self._known: dict[Tensor, None] = {}  # the parameters whose gradients are looked at in this step
+        self._known: set[int] = set()  # ids of the parameters whose gradients are looked at in this step
+        self._enough = False  # are there so many of them that no others are looked at?
         self._taken: list[Taken] = []
         self._pairs: list[tuple[Tensor, Tensor]] | None = None
-        self._waiting: dict[Tensor, None] = {}  # those that are to be looked at when the backward pass is over
+        self._waiting: dict[int, Tensor] = {}  # by id: those that are to be looked at when the backward pass is over
         self._task = -1  # which one
         self._wants = self._together = False  # in it: are gradients looked at? Do several processes share them?
         self.watch(model.parameters())
@@ -87,14 +88,15 @@ class Scaling:
         task = torch._C._current_graph_task_id()
         if task != self._task or task == -1:
             self._begin(task)
-        if not self._wants or (len(self._known) >= _PARAMETERS and p not in self._known and not self._is_shared(p)):
+        if not self._wants or (self._enough and id(p) not in self._known and not self._is_shared(p)):
             return
         ours_alone = len(p._post_accumulate_grad_hooks or ()) == 1
         if p.grad is None or (ours_alone and whole_step.undisturbed()):  # the step finds it as it is
             return
-        self._known[p] = None
+        self._known.add(id(p))
+        self._enough = len(self._known) >= _PARAMETERS
         if ours_alone and task != -1 and not self._together:  # nobody writes to it before the backward pass is over
-            self._waiting[p] = None
+            self._waiting[id(p)] = p
         else:
             self._take([p])
 
@@ -110,7 +112,7 @@ class Scaling:
     def _settle(self) -> None:
         waiting, self._waiting = self._waiting, {}
         if waiting:
-            self._take([p for p in waiting if p.grad is not None])
+            self._take([p for p in waiting.values() if p.grad is not None])
 
     @torch.no_grad()
     def _take(self, parameters: list[Tensor]) -> None:
@@ -124,6 +126,7 @@ class Scaling:
 
     def clear(self) -> None:
         self._known.clear()
+        self._enough = False
         self._taken.clear()
         self._waiting.clear()
         self._pairs = None
@@ -209,8 +212,10 @@ def _entries(grads: Iterable[Tensor]) -> Tensor:
 
 
 def _sample(grad: Tensor) -> Tensor:
-    entries = grad if grad.dim() == 1 else grad.reshape(-1)
-    return entries if entries.numel() <= _ENTRIES else entries[:_ENTRIES]
+    count = min(grad.numel(), _ENTRIES)
+    if not grad.is_contiguous():
+        return grad.reshape(-1)[:count]
+    return grad.as_strided((count,), (1,))  # one operation instead of two
 
 
 def _ratio(then: Tensor, now: Tensor) -> Tensor:

@@ -106,10 +106,10 @@ class Walk:
         if (mode.autocast or is_any_autocast_enabled()) and not self._casts_as(mode):
             return False
         for spec, given in zip(specs, args, strict=True):
-            if type(spec) is Value and (ref := refs[spec.turn]) is not None:
+            if type(spec) is Value and (ref := refs[spec[0]]) is not None:
                 if given is None or ref() is not given:
                     return False
-            elif not self._is(spec, given):
+            elif spec is not given and not self._is(spec, given):
                 return False
         if kwargs or named:
             if len(kwargs) != len(named):
