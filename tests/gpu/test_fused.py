@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.fused.checks import *  # noqa: F403  # tests/fused/test_interpreted.py runs the same without a GPU
 from tests.fused.checks_groups import *  # noqa: F403
+from tests.fused.checks_layers import *  # noqa: F403
 from tests.fused.checks_sums import *  # noqa: F403
 from torch import nn
 
