@@ -25,13 +25,16 @@ from ocnopt.groups import Groups
 from ocnopt.layers.base import Adapter, Call, compute_dtype, first_tensor
 from ocnopt.records import Pass, Record
 
+#: how a layer is to be run, its input, weight and bias
+Operands = tuple[tuple[Any, ...], Tensor, Tensor, Tensor | None]
+
 
 class Product(torch.autograd.Function):
     """``function(x, weight, bias, …)`` of a layer, whose weight gradient comes group by group."""
 
     @staticmethod
-    def operands(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Tensor, Tensor, Tensor | None] | None:
-        """What is read of a call of the function: how, input, weight and bias. ``None``: the call is left alone."""
+    def operands(rank: int, *args: Any, **kwargs: Any) -> Operands | None:
+        """What a call of the function reads, to be split into so many groups. ``None``: it is left alone."""
         return None if kwargs else (args[3:], *args[:3])
 
     @staticmethod
@@ -59,10 +62,13 @@ class Normalised(torch.autograd.Function):
 
     @staticmethod
     def operands(
-        x: Tensor, mean: Tensor | None, var: Tensor | None, *, weight: Tensor, bias: Tensor, **how: Any
-    ) -> tuple[tuple[Any, ...], Tensor, Tensor, Tensor] | None:
-        given = (mean, var, how["momentum"], how["eps"]), x, weight, bias
-        return given if how["training"] and x.dim() > 1 and norms.fit(x, weight, bias) else None
+        rank: int, x: Tensor, mean: Any, var: Any, *, weight: Tensor | None, bias: Tensor | None, **how: Any
+    ) -> Operands | None:
+        if weight is None or bias is None or not how["training"] or not norms.fit(rank, x, weight, bias):
+            return None
+        if how["eps"] <= 0 or x.numel() <= x.shape[1]:
+            return None  # torch says why it refuses
+        return (mean, var, how["momentum"], how["eps"]), x, weight, bias
 
     @staticmethod
     def forward(ctx: Any, watch: Watch, how: tuple[Any, ...], x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -102,7 +108,8 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         if self.waiting and func is self.function:
             node = Normalised if func is F.batch_norm else Product
-            given = node.operands(*args, **(kwargs or {}))
+            groups = self.record.origin.groups
+            given = None if groups is None else node.operands(groups.rank, *args, **(kwargs or {}))
             if given is not None and self._is_its_own(*given[1:]):
                 self.waiting = False
                 return node.apply(self, *given)  # type: ignore[no-untyped-call]

@@ -104,15 +104,15 @@ def test_batch_norms_that_are_differentiated_twice_or_in_part() -> None:
 
 
 def test_batch_norms_of_which_nothing_is_taken_over() -> None:
-    """Of those without a bias, that are evaluated, or whose input is laid out otherwise."""
-    for change in ("bias", "eval", "order"):
+    """Of those without a bias, that are evaluated, whose input is laid out otherwise, and of many groups."""
+    for change in ("bias", "eval", "order", "rank"):
         model = network()
-        opt = OCNOpt(model.parameters(), 0.05, model=model, rank=4, graphed=False)
+        opt = OCNOpt(model.parameters(), 0.05, model=model, rank=9 if change == "rank" else 4, graphed=False)
         if change == "bias":
             model[1].bias.requires_grad_(False)
         elif change == "eval":
             model[1].eval()
-        else:
+        elif change == "order":
             model[0].to(memory_format=torch.channels_last)
         x = randn(10, 2, 7, 7)
         if change == "order":
@@ -120,5 +120,14 @@ def test_batch_norms_of_which_nothing_is_taken_over() -> None:
         model(x).square().mean().backward()
         assert opt._tape is not None
         split = {record.name for record in opt._tape.records if record.columns}
-        assert ("1" in split) is False
+        assert "1" not in split
         opt.step()
+
+
+def test_a_batch_norm_of_single_numbers_is_refused_as_ever() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(DEVICE)
+    opt = OCNOpt(model.parameters(), 0.05, model=model, rank=4, graphed=False)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        model(randn(1, 3))
+    model(randn(8, 3)).square().mean().backward()
+    opt.step()

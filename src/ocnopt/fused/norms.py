@@ -22,10 +22,10 @@ class Gradients(NamedTuple):
     bias: Tensor
 
 
-def fit(*tensors: Tensor) -> bool:
-    """Is there a kernel for them?"""
+def fit(rank: int, *tensors: Tensor) -> bool:
+    """Is there a kernel for them, and for so many groups?"""
     plain = all(t.dtype == torch.float32 and t.is_contiguous() and t.numel() for t in tensors)
-    return plain and support.why_not_on(tensors[0].device) is None
+    return plain and support.splits_on(tensors[0].device, rank)
 
 
 def backward(x: Tensor, h: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, groups: Groups) -> Gradients | None:
@@ -33,7 +33,7 @@ def backward(x: Tensor, h: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, 
     where that cannot be had.
     """
     given = x, h, mean, scale, weight
-    if not fit(*given) or any(map(is_differentiated, given)) or not support.splits_on(x.device, groups.rank):
+    if not fit(groups.rank, *given) or any(map(is_differentiated, given)):
         return None
     channels, positions = x.shape[1], x[0, 0].numel()
     sums = torch.empty_like(weight), torch.empty_like(weight)
