@@ -193,7 +193,7 @@ class FusedActor(Actor):
         if isinstance(lr, Tensor) and not lr.is_cuda and self.ok.is_cuda:
             lr = float(lr)  # it is at hand
         kernels = support.kernels()
-        block = kernels.BLOCK if self.rank == 1 else kernels.BLOCK // 2
+        block = kernels.BLOCK if self.rank == 1 else kernels.BLOCK // 2  # of which each program holds all columns
         kernels.act[count, kernels.CHUNK // block](
             self.table.grads,
             self.groups,
