@@ -1,8 +1,8 @@
 """The weight gradients of a layer, computed once: group by group for the game, and their sum is what autograd gets.
 
-While such a layer runs, the function that multiplies by its weight is replaced by :class:`Product`, which has the same
-output and the same gradients up to rounding. Where anything is out of the ordinary nothing is replaced: then group
-gradients are computed in the step, from inputs and adjoints on the tape.
+While such a layer runs, the function that multiplies by its weight is replaced by :class:`Product`, and that of a batch
+norm by :class:`Normalised`: they have the same output and the same gradients up to rounding. Where anything is out of
+the ordinary nothing is replaced: then group gradients are computed in the step, from inputs and adjoints on the tape.
 """
 
 from __future__ import annotations
@@ -14,18 +14,28 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ocnopt import whole_step
 from ocnopt.backwards import Purpose, purpose
+from ocnopt.fused import norms
 from ocnopt.fused.sums import total
 from ocnopt.groups import Groups
 from ocnopt.layers.base import Adapter, Call, compute_dtype, first_tensor
 from ocnopt.records import Pass, Record
 
+#: how a layer is to be run, its input, weight and bias
+Operands = tuple[tuple[Any, ...], Tensor, Tensor, Tensor | None]
+
 
 class Product(torch.autograd.Function):
     """``function(x, weight, bias, …)`` of a layer, whose weight gradient comes group by group."""
+
+    @staticmethod
+    def operands(rank: int, *args: Any, **kwargs: Any) -> Operands | None:
+        """What a call of the function reads, to be split into so many groups. ``None``: it is left alone."""
+        return None if kwargs else (args[3:], *args[:3])
 
     @staticmethod
     def forward(
@@ -43,10 +53,45 @@ class Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         call = Call(watch.record.module, (x,), {}, h)
         into = None if weight is None else watch.adapter.pull_back(call, weight)
-        record = watch.record
-        wanted = record.origin.all_reached() or purpose(record.sinks) is not Purpose.OTHER
-        found = watch.split(call) if wanted else {}
+        found = watch.split(call) if watch.is_wanted() else {}
         return None, None, into, found.get("weight"), found.get("bias")
+
+
+class Normalised(torch.autograd.Function):
+    """A batch norm by the statistics of the batch, all of whose gradients come from one kernel."""
+
+    @staticmethod
+    def operands(
+        rank: int, x: Tensor, mean: Any, var: Any, *, weight: Tensor | None, bias: Tensor | None, **how: Any
+    ) -> Operands | None:
+        if weight is None or bias is None or not how["training"] or not norms.fit(rank, x, weight, bias):
+            return None
+        if how["eps"] <= 0 or x.numel() <= x.shape[1]:
+            return None  # torch says why it refuses
+        return (mean, var, how["momentum"], how["eps"]), x, weight, bias
+
+    @staticmethod
+    def forward(ctx: Any, watch: Watch, how: tuple[Any, ...], x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        mean, var, momentum, ctx.eps = how
+        # what torch.batch_norm is but for what it keeps
+        given = x, weight, bias, mean, var, True, momentum, ctx.eps, torch.backends.cudnn.enabled
+        out, *statistics, _, _ = torch._batch_norm_impl_index(*given)
+        ctx.watch = watch
+        ctx.save_for_backward(x, weight, *statistics)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, h: Tensor) -> tuple[Tensor | None, ...]:
+        watch: Watch = ctx.watch
+        x, weight, mean, scale = ctx.saved_tensors
+        groups = watch.groups(Call(watch.record.module, (x,), {}, h)) if watch.is_wanted() else None
+        found = None if groups is None else norms.backward(x, h, mean, scale, weight, groups)
+        if found is None:
+            given = h, x, weight, None, None, mean, scale, True, ctx.eps, [True] * 3
+            return None, None, *torch.ops.aten.native_batch_norm_backward(*given)
+        sums = {"weight": found.weight, "bias": found.bias}
+        watch.leave(dict(zip(sums, found.columns, strict=True)), sums)
+        return None, None, found.into, found.weight, found.bias
 
 
 class Watch(TorchFunctionMode):
@@ -61,9 +106,13 @@ class Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self.waiting and func is self.function and not kwargs and self._is_its_own(*args[:3]):
-            self.waiting = False
-            return Product.apply(self, args[3:], *args[:3])  # type: ignore[no-untyped-call]
+        if self.waiting and func is self.function:
+            node = Normalised if func is F.batch_norm else Product
+            groups = self.record.origin.groups
+            given = None if groups is None else node.operands(groups.rank, *args, **(kwargs or {}))
+            if given is not None and self._is_its_own(*given[1:]):
+                self.waiting = False
+                return node.apply(self, *given)  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def _is_its_own(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -76,17 +125,31 @@ class Watch(TorchFunctionMode):
         call = Call(self.record.module, (x,), {}, x)  # the output stands in for its adjoint, and the input for that
         return same and plain and rows and self.adapter.call_refusal(call) is None
 
-    def split(self, call: Call) -> dict[str, Tensor]:
-        """The gradients of the parameters. Those of the groups stay with the record."""
+    def is_wanted(self) -> bool:
+        """Is the backward pass under way one that the parameters have a part in?"""
+        record = self.record
+        return record.origin.all_reached() or purpose(record.sinks) is not Purpose.OTHER
+
+    def groups(self, call: Call) -> Groups:
+        """Whose gradients are asked for; one, if nobody asks for several."""
         groups = self.record.origin.groups if self.once.hears(self.record.origin, self.record) else None
         if groups is None or (self.once.gram and self.adapter.prefers_gram(call, groups.rank)):
-            groups = Groups(call.batch, 1)
-        columns = self.adapter.group_gradients(call, groups)
-        if groups.rank > 1:
-            self.record.keep({name: G.detach() for name, G in columns.items()})
-        sums = {name: total(G) if groups.rank > 1 else G[0] for name, G in columns.items()}
-        self.record.left = {name: (g.data_ptr(), g._version) for name, g in sums.items()}
+            return Groups(call.batch, 1)
+        return groups
+
+    def split(self, call: Call) -> dict[str, Tensor]:
+        """The gradients of the parameters. Those of the groups stay with the record."""
+        columns = self.adapter.group_gradients(call, self.groups(call))
+        sums = {name: total(G) if len(G) > 1 else G[0] for name, G in columns.items()}
+        self.leave(columns, sums)
         return sums
+
+    def leave(self, columns: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> None:
+        """With the record: gradients of groups, if there are several, and where those of the parameters are."""
+        several = {name: G.detach() for name, G in columns.items() if len(G) > 1}
+        if several:
+            self.record.keep(several)
+        self.record.left = {name: (g.data_ptr(), g._version) for name, g in sums.items()}
 
 
 class Once:

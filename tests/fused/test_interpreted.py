@@ -13,7 +13,9 @@ import pytest
 HERE = Path(__file__)
 
 
-@pytest.mark.parametrize(("file", "least"), [("checks.py", 40), ("checks_groups.py", 35), ("checks_sums.py", 35)])
+@pytest.mark.parametrize(
+    ("file", "least"), [("checks.py", 40), ("checks_groups.py", 35), ("checks_sums.py", 35), ("checks_layers.py", 20)]
+)
 def test_the_kernels_do_what_plain_operations_do(file: str, least: int) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     given = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTEST_XDIST_WORKER": ""}

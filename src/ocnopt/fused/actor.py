@@ -193,7 +193,8 @@ class FusedActor(Actor):
         if isinstance(lr, Tensor) and not lr.is_cuda and self.ok.is_cuda:
             lr = float(lr)  # it is at hand
         kernels = support.kernels()
-        kernels.act[count, kernels.CHUNK // kernels.BLOCK](
+        block = kernels.BLOCK if self.rank == 1 else kernels.BLOCK // 2  # of which each program holds all columns
+        kernels.act[count, kernels.CHUNK // block](
             self.table.grads,
             self.groups,
             self.table.others,
@@ -221,7 +222,7 @@ class FusedActor(Actor):
             AGAIN=answer is None,
             RANK=self.rank,
             WIDE=support.room_for(self.rank),
-            BLOCK=kernels.BLOCK,
+            BLOCK=block,
         )
 
     def _line(self, answer: Answer | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,7 @@ def by_channel(x: Tensor, h: Tensor, groups: Groups) -> tuple[Tensor, Tensor] | 
     """
     if x.shape != h.shape or not h.numel() or x.dtype != torch.float32 or h.dtype != torch.float32:
         return None
-    if _is_differentiated(x) or _is_differentiated(h):
+    if is_differentiated(x) or is_differentiated(h):
         return None
     if support.why_not_on(h.device) is not None or not (x.is_contiguous() and h.is_contiguous()):
         return None
@@ -24,7 +24,7 @@ def by_channel(x: Tensor, h: Tensor, groups: Groups) -> tuple[Tensor, Tensor] | 
     found = h.new_empty(2, groups.rank, channels)
     positions = h.numel() // (len(h) * channels)
     block = min(support.room_for(positions), 64)
-    starts = _starts(tuple(groups.starts), h.device)
+    starts = starts_of(groups, h.device)
     try:
         kernels.by_channel[channels, groups.rank](x, h, starts, found, positions, ROWS=1024 // block, BLOCK=block)
     except Exception as error:
@@ -37,7 +37,7 @@ def total(G: Tensor) -> Tensor:
     """Of group gradients ``[r, *shape]``, the gradient."""
     numbers = G[0].numel()
     known = G.dtype == torch.float32 and G.is_contiguous() and numbers
-    if not known or _is_differentiated(G) or not support.splits_on(G.device, len(G)):
+    if not known or is_differentiated(G) or not support.splits_on(G.device, len(G)):
         return G.sum(0)
     kernels, found = support.kernels(), torch.empty_like(G[0])
     aligned = not any(n % 4 for n in (numbers, G.data_ptr() // 4))
@@ -50,8 +50,13 @@ def total(G: Tensor) -> Tensor:
     return found
 
 
-def _is_differentiated(t: Tensor) -> bool:
+def is_differentiated(t: Tensor) -> bool:
     return t.requires_grad and torch.is_grad_enabled()
+
+
+def starts_of(groups: Groups, device: torch.device) -> Tensor:
+    """The first row of each group, and the end, on the device."""
+    return _starts(tuple(groups.starts), device)
 
 
 @whole_step.remembered

@@ -139,7 +139,8 @@ class Adapter(ABC):
 
     def product(self, module: nn.Module) -> Callable[..., Tensor] | None:
         """The function of torch that the layer is: its output is that of ``function(x, weight, bias, …)``. Then
-        autograd's gradients of weight and bias may be taken from :meth:`group_gradients`, whose sum must be exact.
+        autograd's gradients of weight and bias may be taken from :meth:`group_gradients`, whose sum must be exact. Of
+        ``F.batch_norm`` all gradients come from a kernel, where there is one.
         """
         return None
 

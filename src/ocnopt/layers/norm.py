@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, distributed, nn
@@ -105,6 +106,11 @@ class BatchNormAdapter(ChannelNorm):
         assert module.running_mean is not None
         assert module.running_var is not None
         return F.batch_norm(x, module.running_mean.to(x.dtype), module.running_var.to(x.dtype), eps=module.eps)
+
+    def product(self, module: nn.Module) -> Callable[..., Tensor] | None:
+        # in evaluation nothing depends on the batch
+        both = len(self.parameters(module)) == 2 and self.couples_samples(module)
+        return F.batch_norm if both else None
 
     def couples_samples(self, module: nn.Module) -> bool:
         return module.training or not _has_statistics(module)

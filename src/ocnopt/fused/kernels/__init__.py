@@ -6,6 +6,7 @@ change: the same numbers in give the same numbers out.
 
 from ocnopt.fused.kernels.acting import act, add_up, add_up_by_group, look, look_by_group
 from ocnopt.fused.kernels.common import BLOCK, CHUNK, INTERPRETED, KINDS, LANES
+from ocnopt.fused.kernels.layers import norm_backward
 from ocnopt.fused.kernels.policy import lines
 from ocnopt.fused.kernels.products import by_channel, change, dots, sums, total
 
@@ -24,6 +25,7 @@ __all__ = [
     "lines",
     "look",
     "look_by_group",
+    "norm_backward",
     "sums",
     "total",
 ]
