@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -73,13 +74,16 @@ def _is_plain(t: Tensor) -> bool:
     return type(t) is Tensor and t.layout is torch.strided and not t.is_quantized
 
 
+_held = attrgetter("_modules", "_parameters", "_buffers")
+
+
 def _parts(modules: list[nn.Module]) -> tuple[list[Any], ...]:
     """What modules hold: how much each, which objects, and which names the buffers have. Few steps in Python: the whole
     model is looked at in every pass.
     """
-    held: list[dict[str, Any]] = [own for m in modules for own in (m._modules, m._parameters, m._buffers)]
-    objects = chain.from_iterable([own.values() for own in held])
-    return [*map(len, held)], [*map(id, objects)], [*chain.from_iterable([m._buffers for m in modules])]
+    held: list[dict[str, Any]] = [*chain.from_iterable(map(_held, modules))]
+    objects = chain.from_iterable([own.values() for own in held if own])
+    return [*map(len, held)], [*map(id, objects)], [*chain.from_iterable(filter(None, held[2::3]))]
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:

@@ -77,17 +77,27 @@ def taken_in(tape: Tape) -> Intake:
         for readings in (this.D, this.readings):
             kinds.append(_arrived(readings.values(), found, shared))
     for record in tape.records:
-        kinds.append((record.name, record.occurrence, record.training, record.autocast, record.opaque))
-        kinds.append(_outline((record.args, record.kwargs)))
-        kinds.append((*record.h, *record.columns, *record.outputs))
-        found += tensors((record.args, record.kwargs))
-        for store in (record.h, record.columns, record.outputs):
-            found += store.values()
-        kinds.append(_arrived(record.readings.values(), found, shared))
+        kinds.append(_of_call(record, found, shared))
     found += [products.numbers for products in shared]
     for pair in tape.scaling.pairs:
         found += pair
     return Intake(tuple(kinds), found)
+
+
+def _of_call(record: Record, found: list[Tensor], shared: dict[Products, int]) -> Hashable:
+    args, kwargs, outline = record.args, record.kwargs, None
+    if args or kwargs:
+        found += tensors(args)
+        if kwargs:
+            found += tensors(kwargs)
+        flow = record.origin.flow
+        if flow is None or flow.unknown is not None:  # else that tells, and it is part of the kind
+            outline = _outline((args, kwargs))
+    for store in (record.h, record.columns, record.outputs):
+        found += store.values()
+    arrived = _arrived(record.readings.values(), found, shared)
+    how = record.name, record.occurrence, record.training, record.autocast, record.opaque
+    return how, outline, arrived, tuple(record.h), tuple(record.columns), tuple(record.outputs)
 
 
 def put_back(tape: Tape, others: Iterable[Tensor]) -> None:
@@ -165,11 +175,13 @@ def _arrived(readings: Iterable[Reading], found: list[Tensor], shared: dict[Prod
     for reading in readings:
         if not reading.there:
             there.append(None)
-        elif reading.among is None:
-            found += tensors((reading.adjoint, reading.before))
+            continue
+        assert reading.adjoint is not None
+        found.append(reading.adjoint)
+        if reading.among is None:
+            found += tensors(reading.before)
             there.append(-1)
         else:
-            found += tensors(reading.adjoint)
             products, first = reading.among
             there.append((shared.setdefault(products, len(shared)), first))
     return tuple(there)

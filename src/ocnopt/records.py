@@ -226,7 +226,8 @@ class Record:
         for reading in self.readings.values():
             reading.forget()
         for store in (self.h, self.sizes, self.outputs, self.columns, self.left, self.tallies):
-            store.clear()
+            if store:
+                store.clear()
         self.inner, self.arrived = None, False
         if self.spent:  # its graph may be alive for long, but not its record
             self.let_go()
