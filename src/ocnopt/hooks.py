@@ -36,9 +36,10 @@ class Hook:
 
     @apart
     def __call__(self, *args: Any) -> Any:
-        if compiler() is not None:
-            return disabled(_call)(self.act, *args)
-        return None if self.act is None else self.act(*args)
+        act = self.act
+        if act is None:
+            return None
+        return act(*args) if compiler() is None else disabled(_call)(act, *args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
         return Hook()
@@ -47,8 +48,8 @@ class Hook:
         return Hook, ()
 
 
-def _call(act: Callable[..., Any] | None, *args: Any) -> Any:
-    return None if act is None else act(*args)
+def _call(act: Callable[..., Any], *args: Any) -> Any:
+    return act(*args)
 
 
 class Watched:

@@ -25,7 +25,6 @@ from ocnopt.rng import AllRNG, RNGState
 from ocnopt.tallies import Account
 from ocnopt.trees import mapped, tensors
 
-
 _ALL, _NONE = range(sys.maxsize), range(0)
 
 

@@ -110,8 +110,8 @@ _TWISTER = 4 * 625
 
 
 def _of_numpy() -> Any:
-    """To write the state down takes as long as many a layer, and mostly nobody has drawn since the last time. The memory
-    of the generator tells, unless half of a pair of normal numbers is still to be handed out.
+    """To write the state down takes as long as many a layer, and mostly nobody has drawn since the last time. The
+    memory of the generator tells, unless half of a pair of normal numbers is still to be handed out.
     """
     global _last
     if (numpy := sys.modules.get("numpy.random")) is None:

@@ -84,40 +84,42 @@ class Walk:
 
     def __init__(self, flow: Flow, model: nn.Module, inputs: Sequence[Tensor]) -> None:
         self.flow, self._model, self._device = flow, model, flow.device
-        self._steps = flow.steps(len(inputs))
+        steps = flow.steps(len(inputs))
         self._origins = flow.origins
-        self._at = 0
+        self._rest = iter(steps)
+        self.step = next(self._rest)  # that is expected now
         self.constants: list[Tensor] = []
-        self._refs: list[weakref.ref[Tensor] | None] = [None] * self._steps[-1].made.stop
+        self._refs: list[weakref.ref[Tensor] | None] = [None] * steps[-1].made.stop
         for turn, t in enumerate(inputs):
             self._refs[turn] = weakref.ref(t)
 
-    def next(self, kind: str, target: Any) -> Step | None:
-        """The step that is expected now, if it may be that one."""
-        step = self._steps[self._at]
-        entry = step.entry
-        return step if entry.kind == kind and (entry.target is target or equal(entry.target, target)) else None
+    def is_next(self, kind: str, target: Any) -> bool:
+        """May it be that this is what is expected now?"""
+        entry = self.step.entry
+        return (entry.target is target or equal(entry.target, target)) and entry.kind == kind
 
-    def fits(self, step: Step, args: Any, kwargs: Any) -> bool:
-        entry, refs = step.entry, self._refs
+    def taken(self, args: Any, kwargs: Any) -> Step | None:
+        """The step that is expected now, if its arguments are these, and so is what it runs under."""
+        step, refs = self.step, self._refs
+        entry = step.entry
         mode, specs, named = entry.mode, entry.args, entry.kwargs
         if is_grad_enabled() is not mode.grad or len(args) != len(specs):
-            return False
+            return None
         if (mode.autocast or is_any_autocast_enabled()) and not self._casts_as(mode):
-            return False
+            return None
         for spec, given in zip(specs, args, strict=True):
             if type(spec) is Value and (ref := refs[spec[0]]) is not None:
                 if given is None or ref() is not given:
-                    return False
+                    return None
             elif spec is not given and not self._is(spec, given):
-                return False
+                return None
         if kwargs or named:
             if len(kwargs) != len(named):
-                return False
+                return None
             for key, spec in named.items():
                 if kwargs.get(key, self) is not spec:  # mostly a constant of Python
-                    return self._is(named, kwargs)
-        return True
+                    return step if self._is(named, kwargs) else None
+        return step
 
     def _casts_as(self, mode: Mode) -> bool:
         on, dtype = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
@@ -190,7 +192,7 @@ class Walk:
             if not isinstance(out, Tensor) or not out.is_floating_point():
                 return False
             self._refs[step.real] = weakref.ref(out)
-            self._at += 1
+            self.step = next(self._rest)
             return True
         entry, (made, single) = step.entry, made_of(out)
         if single is not entry.single or len(made) != len(entry.made):
@@ -199,13 +201,15 @@ class Walk:
             if kind_of(t) != kind:
                 return False
             self._refs[turn] = weakref.ref(t)
-        self._at += 1
+        self.step = next(self._rest)
         return True
 
     def end(self, outputs: Sequence[Tensor]) -> bool:
         """Did it come to the end of the path? Then the flow is that of this pass, too."""
-        step = self.next("output", None)
-        if step is None or len(step.entry.args) != len(outputs) or step.entry.mode != Mode.now(self._device):
+        step = self.step
+        if step.entry.kind != "output" or len(step.entry.args) != len(outputs):
+            return False
+        if step.entry.mode != Mode.now(self._device):
             return False
         for value, t in zip(step.entry.args, outputs, strict=True):
             if t.grad_fn is not None if value is None else not self._is(value, t):
@@ -218,7 +222,7 @@ class Walk:
 
     def so_far(self) -> tuple[list[Entry], list[Tensor], int, list[tuple[Tensor, Value]]]:
         """Entries, constants and the number of turns before the step that was to come; tensors that are still there."""
-        step = self._steps[self._at]
+        step = self.step
         entries = self.flow.entries[: step.begin]
         constants = self.constants[: sum(entry.kind == "constant" for entry in entries)]
         refs = enumerate(self._refs[: step.turns])

@@ -33,9 +33,9 @@ class Recorder(TorchFunctionMode):
         watched: Edges | None = None,
         read: Read = lambda t, value, entry: t,
     ) -> None:
-        """``device``: the kind of that of its parameters. ``devices``: whose random numbers to keep where they are drawn; ``None``: of none. ``expected``: the flow
-        that the pass is likely to have. ``watched``: edges of that flow; operations at their ends get what ``read``
-        makes of the tensors.
+        """``device``: the kind of that of the parameters. ``devices``: whose random numbers to keep where they are
+        drawn; ``None``: of none. ``expected``: the flow that the pass is likely to have. ``watched``: edges of that
+        flow; operations at their ends get what ``read`` makes of the tensors.
         """
         super().__init__()
         self._model, self._watched, self._read = model, watched, read
@@ -83,8 +83,8 @@ class Recorder(TorchFunctionMode):
         if self._inside or self.unknown is not None:
             return func(*args, **kwargs)
         walk = self._walk
-        if walk is not None and (step := walk.next("operation", func)) is not None:
-            if walk.fits(step, args, kwargs):
+        if walk is not None and walk.is_next("operation", func):
+            if (step := walk.taken(args, kwargs)) is not None:
                 return self._follow(walk, step, func, args, kwargs)
             self._leave_path()
         into = tensors((args, kwargs))
@@ -132,8 +132,8 @@ class Recorder(TorchFunctionMode):
             changed = tensors((args, kwargs))[written] if step.changed is None else args[step.changed]
             version = _version(changed)
             out = func(*given[0], **given[1])
-            if _version(changed) != version and out is changed and walk.is_safe(step, changed):
-                walk.arrive(step, changed)
+            alone = not step.beside or walk.is_safe(step, changed)
+            if out is changed and _version(changed) != version and alone and walk.arrive(step, out):
                 return out
         self._leave_path()
         into, written_to = tensors((args, kwargs)), [] if written is None else [written]
@@ -176,9 +176,9 @@ class Recorder(TorchFunctionMode):
         if self._inside == 1:
             self._call = self._step = None
             walk = self._walk
-            if walk is not None and (step := walk.next("player", name)) is not None and walk.fits(step, args, kwargs):
-                self._step = step
-            elif self.unknown is None:
+            if walk is not None and walk.is_next("player", name):
+                self._step = walk.taken(args, kwargs)
+            if self._step is None and self.unknown is None:
                 self._leave_path()
                 self._call = self._spec(args, kwargs, name)
             self._stands_aside = is_innermost(self)

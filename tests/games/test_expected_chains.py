@@ -1,0 +1,106 @@
+"""Chains of which it is foreseen what they do: only the inputs at which the policy is asked are watched."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from tests.games.test_odd import CLASSES, IN, data, make
+from tests.games.test_watched import unforeseen
+from tests.toys import values
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from ocnopt import OCNOpt
+from ocnopt.capture import Tape
+
+
+class Chain(nn.Module):
+    """Norms act with the layer before them, and are not asked."""
+
+    rate, skips, grows = 1.0, False, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(IN, 6), nn.Linear(6, 6), nn.Linear(6, CLASSES)
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.norm(self.a(x)))
+        if self.grows:
+            h = h + 0.1 * h.square()
+        inner = h if self.skips else torch.tanh(self.b(h) * self.rate)
+        return self.c(inner + h if self.skips is None else inner)
+
+
+def train(model: nn.Module, opt: OCNOpt, steps: int, seed: int = 0, needs_grad: bool = False) -> list[Any]:
+    found: list[Any] = []
+    for i in range(steps):
+        x, y = data(seed + i)
+        opt.zero_grad()
+        cross_entropy(model(x.requires_grad_(needs_grad)), y).backward()
+        opt.step()
+        found += [*values(model), opt.diagnostics.s]
+    return found
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize(
+    "changes", [{}, {"rate": 0.4}, {"skips": True}, {"grows": True}, {"skips": None}], ids=lambda c: str(c)
+)
+def test_what_a_chain_does_may_change(changes: dict[str, Any], rank: int) -> None:
+    """A number, a layer that is left out, an operation between two layers, a skip connection: at the first step of it,
+    and when it is over, all is as if nothing had been expected.
+    """
+    found = []
+    for may in (True, False):
+        model, opt = make(Chain, lr=0.3, rank=rank)
+        if may:
+            train(model, opt, 3)
+        else:
+            with unforeseen():
+                train(model, opt, 3)
+        assert (opt._tape.follower._flows[0].asking is not None) and opt.game.why_accumulated is None
+        for name, value in changes.items():
+            setattr(model, name, value)
+        steps = []
+        for names in ((), changes):
+            for name in names:
+                setattr(model, name, getattr(Chain, name))
+            if may:
+                steps += train(model, opt, 3, 5)
+            else:
+                with unforeseen():
+                    steps += train(model, opt, 3, 5)
+        found.append(steps)
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_an_input_whose_gradient_is_wanted_now(rank: int) -> None:
+    found = []
+    for may in (True, False):
+        model, opt = make(Chain, lr=0.3, rank=rank)
+        model.a.requires_grad_(False)
+        if may:
+            found.append([*train(model, opt, 3), *train(model, opt, 3, 5, needs_grad=True)])
+        else:
+            with unforeseen():
+                found.append([*train(model, opt, 3), *train(model, opt, 3, 5, needs_grad=True)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_nothing_else_is_watched(rank: int) -> None:
+    """Two layers are asked at their inputs, and the loss at the output. Its graph is not looked at."""
+    model, opt = make(Chain, lr=0.3, rank=rank)
+    train(model, opt, 3)
+    with patch.object(Tape, "alias", autospec=True, side_effect=Tape.alias) as alias:
+        with patch("ocnopt.capture.is_chain", side_effect=AssertionError):
+            train(model, opt, 1)
+    readers = [call.args[3].name if call.args[3] is not None else "the loss" for call in alias.call_args_list]
+    assert readers == ["b", "c", "the loss"]
