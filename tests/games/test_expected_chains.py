@@ -79,11 +79,21 @@ def test_what_a_chain_does_may_change(changes: dict[str, Any], rank: int) -> Non
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 
 
+class Fork(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(IN, 6), nn.Linear(IN, 6), nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(torch.tanh(self.b(x)) + self.a(x))
+
+
 @pytest.mark.parametrize("rank", [1, 3])
 def test_an_input_whose_gradient_is_wanted_now(rank: int) -> None:
+    """With one path frozen it is a chain, unless gradients go back to the input along both."""
     found = []
     for may in (True, False):
-        model, opt = make(Chain, lr=0.3, rank=rank)
+        model, opt = make(Fork, lr=0.3, rank=rank)
         model.a.requires_grad_(False)
         if may:
             found.append([*train(model, opt, 3), *train(model, opt, 3, 5, needs_grad=True)])
