@@ -14,12 +14,14 @@ from ocnopt import OCNOpt
 
 
 class Net(nn.Module):
+    """Narrower than a batch is long: an eigenbasis of fewer samples is not unique, nor are steps in it."""
+
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how = how
-        self.first = nn.Linear(FEATURES, 8)
-        self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 8))
-        self.head = nn.Linear(8, CLASSES)
+        self.first = nn.Linear(FEATURES, 4)
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.3), nn.Linear(4, 4))
+        self.head = nn.Linear(4, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)

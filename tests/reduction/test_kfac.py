@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ocnopt import OCNOpt
 
-B = 6
+B = 12  # more than any layer has inputs: an eigenbasis of fewer samples is not unique, nor are steps in it
 OPTIONS = {"lr": 0.05, "damping": 0.1, "factor_decay": 0.8}
 
 
