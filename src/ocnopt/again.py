@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
 
 Ints = int | Sequence[int]
 
@@ -89,6 +89,12 @@ class Again(TorchFunctionMode):
 def again(functions: Iterable[Any]) -> AbstractContextManager[Any]:
     """A block in which these functions are going to be called, among others."""
     return Again() if any(function in QUICKER for function in functions) else nullcontext()
+
+
+def aside() -> AbstractContextManager[Any]:
+    """A block in such a block, of what is no part of the model: many calls, each of which would be looked at."""
+    stack = _get_current_function_mode_stack()
+    return _pop_mode_temporarily() if stack and isinstance(stack[-1], Again) else nullcontext()
 
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

@@ -17,7 +17,7 @@ from torch.autograd import Variable
 from ocnopt.fused import dots
 from ocnopt.groups import Groups
 from ocnopt.layers.base import compute_dtype
-from ocnopt.layers.outer import piece_of
+from ocnopt.layers.outer import PIECE
 from ocnopt.linalg import without_autocast
 
 K = TypeVar("K")
@@ -267,10 +267,14 @@ def product(x: Tensor, y: Tensor, less: Tensor | None = None) -> Tensor:
 
 @without_autocast()
 def products(x: Tensor, y: Tensor) -> Tensor:
-    """``[rows]``: ⟨x_i, y_i⟩. Torch writes all numbers x_ij y_ij down, so some rows at a time."""
+    """``[rows]``: ⟨x_i, y_i⟩. Torch writes all numbers x_ij y_ij down, so some rows at a time.
+
+    On a CPU as many as stay next to the cores: a mebibyte of them took 0.5 to 0.7 of the time of four (128 rows of
+    6272 and 25088 numbers, one and two threads). Half of it took 0.8 to 0.9 of that on one thread, 1 to 1.3 on two.
+    """
     x, y = _wide(*_in_order(x, y))
     width = x.numel() // max(len(x), 1)
-    rows = max(piece_of(x.device) // max(width, 1), 1)
+    rows = max((2**18 if x.device.type == "cpu" else PIECE) // max(width, 1), 1)
     parts = zip(*(t.reshape(len(x), width).split(rows) for t in (x, y)), strict=True)
     found = [torch.linalg.vecdot(*part) for part in parts]
     return found[0] if len(found) == 1 else torch.cat(found)

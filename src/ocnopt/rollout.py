@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ocnopt.again import again
+from ocnopt.again import again, aside
 from ocnopt.capture import Tape
 from ocnopt.groups import Part
 from ocnopt.readings import Reading, arrived
@@ -105,6 +105,10 @@ class InOrder(Rollout):
                 self._act(stage)
 
     def before(self, name: str, occurrence: int, inputs: list[Tensor]) -> None:
+        with aside():
+            self._before(name, occurrence, inputs)
+
+    def _before(self, name: str, occurrence: int, inputs: list[Tensor]) -> None:
         record = self._record(name, occurrence)
         stage = self._about_to_act(name)
         now = [t for t in inputs if t.is_floating_point()]
@@ -124,6 +128,10 @@ class InOrder(Rollout):
             self._predict([self.seat_of.get(name, -1)])
 
     def after(self, name: str, occurrence: int, outputs: list[Tensor]) -> None:
+        with aside():
+            self._after(name, outputs)
+
+    def _after(self, name: str, outputs: list[Tensor]) -> None:
         record, self._running = self._running, None
         if self.chain or record is None:
             return

@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.layers.oracle import adapter_of, assert_same, brute_force, call_of, check
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ocnopt.groups import Groups
 from ocnopt.layers import conv, find
@@ -192,7 +193,8 @@ def test_the_gram_form_is_chosen_where_it_is_cheaper() -> None:
         ("cpu", 64, 16, (16, 16, 3, 3), 1, conv.Way.FOLDED),
         ("cpu", 64, 16, (16, 12, 3, 3), 1, conv.Way.IN_TURN),  # not in eights
         ("cpu", 8, 16, (32, 1, 3, 3), 32, conv.Way.FOLDED),
-        ("cpu", 8, 784, (32, 1, 3, 3), 1, conv.Way.FOLDED),
+        ("cpu", 8, 128, (32, 1, 3, 3), 1, conv.Way.FOLDED),
+        ("cpu", 8, 784, (32, 1, 3, 3), 1, conv.Way.IN_TURN),  # a group is work enough
         ("cpu", 8, 784, (32, 2, 3, 3), 1, conv.Way.IN_TURN),
         ("cpu", 8, 4, (256, 128, 3, 3), 1, conv.Way.WINDOWS),  # few windows, many channels
         ("cpu", 1, 1, (512, 512, 3, 3), 1, conv.Way.WINDOWS),
@@ -213,6 +215,32 @@ def test_which_way_with_a_stride() -> None:
     assert conv.way("cuda", Groups(128, 8), 256, stem, 1) is conv.Way.FOLDED
     assert conv.way("cuda", Groups(128, 8), 256, stem, 1, strided=True) is conv.Way.WINDOWS
     assert conv.way("cuda", Groups(128, 8), 4096, stem, 1, strided=True) is conv.Way.FOLDED  # too many to write down
+
+
+@pytest.mark.parametrize(("batch", "most"), [(7, 3), (12, 1), (8, 8)])
+def test_a_large_batch_is_pulled_back_in_parts(batch: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the library writes down besides never has more samples than fit; where twice as much would, it has all."""
+    layer, x = nn.Conv2d(2, 4, 3, stride=2, padding=1).double(), images(batch, 2, 6, 8).requires_grad_()
+    call = call_of(layer, x.detach())
+    monkeypatch.setattr(conv.outer, "CACHED", (most if most < batch else batch // 2) * x[0].numel())
+    with torch.no_grad(), Rows() as rows:
+        found = adapter_of(layer).pull_back(call, layer.weight)
+    torch.testing.assert_close(found, torch.autograd.grad(layer(x), x, call.h)[0], rtol=1e-12, atol=1e-12)
+    assert max(rows.seen) == most
+    assert sum(rows.seen) == batch
+
+
+class Rows(TorchDispatchMode):
+    """How many samples the convolutions of a block are asked for at a time, backwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.convolution_backward.default:
+            self.seen.append(len(args[0]))
+        return func(*args, **(kwargs or {}))
 
 
 def test_windows_are_formed_once(monkeypatch: pytest.MonkeyPatch) -> None:

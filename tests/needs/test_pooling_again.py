@@ -117,3 +117,24 @@ def test_steps(make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -
     assert all(map(torch.equal, ours, theirs))
     assert "max_pool2d_with_indices" in others
     assert "max_pool2d_with_indices" not in names
+
+
+def test_only_the_model_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what the optimizer does between its layers."""
+    looked_at = set()
+    original = Again.__torch_function__
+
+    def look(self: Again, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        looked_at.add(func)
+        return original(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(Again, "__torch_function__", look)
+    torch.manual_seed(0)
+    model = chain()
+    opt = OCNOpt(model.parameters(), model=model, lr=0.1, feedback="nonlinear")
+    for _ in range(3):
+        opt.zero_grad()
+        F.cross_entropy(model(torch.randn(6, 2, 8, 8)), torch.randint(3, (6,))).backward()
+        opt.step()
+    assert {torch.conv2d, F.relu, F.linear} <= looked_at
+    assert not {torch.dot, Tensor.reshape, Tensor.addcmul_, Tensor.sub} & looked_at

@@ -108,8 +108,12 @@ class Conv(Affine):
         _, padding = _padded(module, call.x)
         geometry = (module.stride, padding, module.dilation, False, [0] * len(padding), module.groups)
         wanted = [True, False, False]
-        found: Tensor = torch.ops.aten.convolution_backward(call.h, call.x, weight, None, *geometry, wanted)[0]
-        return found
+
+        def into(x: Tensor, h: Tensor) -> Tensor:
+            found: Tensor = torch.ops.aten.convolution_backward(h, x, weight, None, *geometry, wanted)[0]
+            return found
+
+        return into(call.x, call.h) if torch.is_grad_enabled() else _in_parts(into, call.x, call.h)
 
     def refusal(self, module: nn.Module) -> str | None:
         base = next(t for t in type(module).__mro__ if t in _KINDS)
@@ -287,6 +291,24 @@ def _weight_gradients(
     return torch.cat([gradient(x_g, h_g, 1) for x_g, h_g in parts])
 
 
+def _in_parts(into: Callable[[Tensor, Tensor], Tensor], x: Tensor, h: Tensor) -> Tensor:
+    """``into(x, h)``, of the shape of x, some samples at a time where that pays.
+
+    On a CPU oneDNN writes both tensors down again in an order of its own, and the result, too. What large tensors leave
+    goes back to the system, and it takes as long to get it page by page as to convolve. Measured (3×3 and 1×1, 16 to
+    256 channels, 8×8 to 56×56 pixels, one core and two): from 8 MiB on, parts of 4 MiB take 0.4 to 0.85 of the time,
+    and 0.99 to 1.07 where no page is new; below, up to 1.2.
+    """
+    size = max(x.numel(), h.numel())
+    plain = x.device.type == "cpu" and x.is_contiguous() and h.is_contiguous()
+    if not plain or size <= 2 * outer.CACHED:
+        return into(x, h)
+    found, count = torch.empty_like(x), min(-(-size // outer.CACHED), len(x))
+    for part, *given in zip(*(t.tensor_split(count) for t in (found, x, h)), strict=True):
+        part.copy_(into(*given))
+    return found
+
+
 def _folded(groups: Groups, x: Tensor) -> Tensor:
     """The groups of samples side by side as channels: ``[B, C, *space] -> [max n, r·C, *space]``."""
     return groups.split(x).transpose(0, 1).flatten(1, 2)
@@ -306,11 +328,12 @@ def way(device: str, groups: Groups, positions: int, weight: Sequence[int], bloc
     Measured on a CPU core (float32, 3×3 kernels, 8 to 64 channels, batch 64 and 128, r = 4 to B): where oneDNN has a
     kernel for the folded layout (channels of a block in eights, or depthwise), the weight is small and a group of so
     few positions that a call hardly pays for itself, folding is 1.5 to 4 times faster than taking the groups in
-    turn; elsewhere it is up to 4 times slower. With one channel in a block it is 1 to 7 times faster everywhere (6 to
-    64 channels out, 8×8 to 28×28 pixels, r = 4 to 32; with two it depends, with three it is mostly slower). Windows and
-    a batched matrix product are 2 to 6 times slower than the better of the two, except where the windows of a batch are
-    few: with up to two for each channel they were 1 to 7 times faster (16 to 512 channels, 1×1 to 4×4 pixels, batch 16
-    to 256, r = 1, 2 and 8), once 1.2 times slower.
+    turn; elsewhere it is up to 4 times slower. With one channel in a block it is mostly 1 to 12 times faster up to 2¹⁶
+    outputs of a group, and at twice as many no longer, then half as fast, and depthwise a quarter (6 to 64 channels
+    out, 8×8 to 28×28 pixels, r = 4 to B, one core and two). With two channels it depends, with three it is mostly
+    slower. Windows and a batched matrix product are 2 to 6 times slower than the better of the two, except where the
+    windows of a batch are few: with up to two for each channel they were 1 to 7 times faster (16 to 512 channels, 1×1
+    to 4×4 pixels, batch 16 to 256, r = 1, 2 and 8), once 1.2 times slower.
 
     Elsewhere every call is a few launches. Measured on an H200 (r = 8, batch 128, the layers of ResNet18 on 32×32
     pixels and of a CNN on 28×28): windows are up to 5 times faster than folding where a batch has few positions, 2 to
@@ -326,6 +349,7 @@ def way(device: str, groups: Groups, positions: int, weight: Sequence[int], bloc
         return Way.WINDOWS if quick and blocks == 1 else Way.FOLDED
     channels, size = (weight[0] // blocks, weight[1]), math.prod(weight)
     if channels[1] == 1:
-        return Way.FOLDED if size <= 2**16 else Way.IN_TURN
+        outputs = weight[0] * groups.batch * positions
+        return Way.FOLDED if size <= 2**16 and outputs <= 2**16 * groups.rank else Way.IN_TURN
     few = size <= 2**14 and size * groups.batch * positions <= 3e6 * groups.rank
     return Way.FOLDED if few and all(n % 8 == 0 for n in channels) else Way.IN_TURN
