@@ -343,7 +343,9 @@ def _adjoints(
 ) -> list[tuple[str, Tensor]]:
     """What the step is going to read besides gradients. Where that is squared, it must not overflow either."""
     squared = any(p.curvature.needs_model for p in players)
-    adjoints = [(r.name, h) for r in records for h in r.h.values() if squared or split]
+    # what the backward pass has made of an adjoint is finite only if that is, and mostly shorter
+    looked_at = [(r.name, r.h if squared else r.columns or r.h) for r in records if squared or split]
+    adjoints = [(name, t) for name, store in looked_at for t in store.values()]
     # a product with what a layer read is finite only if its adjoint is
     adjoints += [(r.name, e.before) for r in records for e in r.readings.values() if e.before is not None]
     tallies = {id(t): (r.name, t.adjoints) for r in records for t in r.tallies.values()}
