@@ -167,14 +167,16 @@ class Contracting(nn.Module):
 @pytest.mark.parametrize(("k", "dtype", "nodes"), [(15.0, torch.float64, 4), (30.0, torch.float32, 3)])
 @pytest.mark.parametrize("solve", [{"solver": "rk4", "options": {"step_size": 0.01}}, {"rtol": 1e-6, "atol": 1e-6}])
 def test_a_field_that_contracts(k: float, dtype: torch.dtype, nodes: int, solve: dict[str, Any]) -> None:
+    """A state may be off by what is let pass, a fiftieth of the way that it comes: how much it is hangs on rounding."""
     field = Contracting(k).to(dtype)
     block = NeuralODE(field, t=(0.0, 2.0), gradient="discretize", nodes=nodes, **solve)
     calls = inner_calls(block, batch(B).to(dtype))["field.one"]
     at = sorted(2.0 * (1 - s) for s, _ in gauss_legendre(nodes))
     with torch.no_grad():
         exact = NeuralODE(field.double(), **TIGHT)(batch(B), t=(0.0, *at), all_times=True)[1:].flip(0)
+    largest = max(x.norm() for x in (batch(B), *exact))  # no way of an interval is longer than three of these
     for call, wanted in zip(calls, exact, strict=True):
-        assert torch.allclose(call.args[0].double(), wanted, rtol=2e-2, atol=2e-2)
+        assert (call.args[0].double() - wanted).norm() <= 0.02 * 3 * largest
         assert call.h.isfinite().all()
 
 
