@@ -66,7 +66,8 @@ class Tape:
         self._turns = 0
         self.open: list[Record] = []
         self.counts: dict[str, int] = {}  # of the calls of each module
-        self.graph: list[Ends] = []
+        self.graph: list[Ends] = []  # of the calls of the pass under way
+        self.ends: Ends | None = None  # of the call under way
         self._chains: dict[tuple[Any, ...], bool] = {}
         self._known: list[tuple[int, bool]] = []  # the parameters in the last pass, and which were trained
         self._leaves = Leaves()
@@ -207,19 +208,30 @@ class Tape:
         this = self.current = Pass(_batch_size(args, kwargs), args, kwargs, versions_of((args, kwargs)))
         this.leaves = self._leaves
         this.turn, self._turns = self._turns, self._turns + 1
-        this.autocast, rng = Autocast.of(anatomy), AllRNG.capture(anatomy.places.devices)
+        this.whole, this.split = need.whole, need.split
         if need.rank != 1 and this.batch is not None and not self._reached and not self._several:
             this.groups = Groups.of(this.batch, need.rank)
             self.once.gram = need.gram and not (need.fused and splits_on(parameters[0].device, this.groups.rank))
-        this.rng = rng if need.calls or need.states else None
         this.summed = self.summed() if need.calls and not need.states else {}
-        if need.states:
-            this.environment = Environment.of(model, anatomy, rng, this.autocast)
+        self._foresee(this, need, anatomy, tensors(given))
+
+    def _foresee(self, this: Pass, need: Need, anatomy: Anatomy, inputs: list[Tensor]) -> None:
+        """What can be known of a pass before it runs; and what it depends on, to be kept for another."""
+        certain = None
         if need.flow or need.states:
-            this.given = tuple([(t.shape, t.dtype, t.requires_grad) for t in tensors(given)])
-            device = parameters[0].device.type if parameters else "cpu"
-            this.watched = self.follower.begin(model, device, tensors(given), this.given, rng.of_torch, self._read)
-        this.whole, this.split = need.whole, need.split
+            this.given = tuple([(t.shape, t.dtype, t.requires_grad) for t in inputs])
+        if need.states and not need.whole and self._others.absent:
+            certain = self.follower.certain(this.given, anatomy)
+        this.autocast = autocast = Autocast.of(anatomy)
+        rng = AllRNG.none() if certain is not None else AllRNG.capture(anatomy.places.devices)
+        this.rng = rng if need.calls or need.states else None
+        if need.states:
+            this.environment = Environment.of(self.model, anatomy, rng, autocast)
+        if certain is not None:
+            this.certain = True
+            self.follower.begin_certain(certain)
+        elif need.flow or need.states:
+            this.watched = self.follower.begin(self.model, anatomy, inputs, this.given, rng.of_torch, self._read)
         if need.states and not need.whole and (expected := self.follower.follows) is not None:
             this.asking = expected.asking if this.watched is None else None
             this.foreseeable = this.watched is not None or this.asking is not None
@@ -355,8 +367,8 @@ class Tape:
         what was not one once is never taken for one again, since only then are outputs kept (from the next pass on)
         that changes are added up from.
         """
-        if this.asking is not None:
-            return this.flow is not None and this.flow.asking is this.asking  # it did what it was expected to, or not
+        if this.asking is not None and this.flow is not None and this.flow.asking is this.asking:
+            return True  # it did what it was expected to
         if this.watched is not None or not self._trained_modules <= self.measured & set(this.order):
             return False  # one that is watched for edges was none before, and its graph has not been looked at
         key = (tuple(this.order), tuple(bool(nodes) for _, nodes in self.graph))

@@ -19,7 +19,6 @@ from ocnopt.trees import mapped, tensors
 
 if TYPE_CHECKING:
     from ocnopt.capture import Tape
-    from ocnopt.games.expected import Step
 
 
 class Place:
@@ -37,12 +36,16 @@ class Place:
         if tape.rollout is not None:
             tape.rollout.before(name, occurrence, tensors((args, kwargs)))
             return None
+        this = tape.current
+        if this is not None and this.certain:
+            plain = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
+            return self._as_foreseen(this, module, occurrence, args, kwargs, plain)
         step = None
         if self.measured and (recorder := tape.follower.recorder) is not None:
             step = recorder.enter(name, args, kwargs)
-        this = tape.current
         if step is not None and this is not None and this.foreseeable:
-            return self._as_foreseen(step, this, module, occurrence, args, kwargs)
+            plain, trains = step.plain is not None, step.entry.mode.grad
+            return self._as_foreseen(this, module, occurrence, args, kwargs, plain) if trains else None
         need = tape.needed()
         if not need:
             return None
@@ -56,22 +59,22 @@ class Place:
         tape.once.begin(record)
         return passed_on
 
-    def _as_foreseen(self, step: Step, this: Pass, module: nn.Module, occurrence: int, args: Any, kwargs: Any) -> Any:
+    def _as_foreseen(self, this: Pass, module: nn.Module, occurrence: int, args: Any, kwargs: Any, plain: bool) -> Any:
         """Only what is going to be asked for is watched. Without calls the first layer is enough to bring the pass on
-        the tape by what it writes, and others come there by what they read.
+        the tape by what it writes, and others come there by what they read. ``plain``: the arguments are tensors.
         """
-        if not step.entry.mode.grad:
-            return None
         tape, wanted = self.tape, this.wanted(self.name, occurrence)
         this.order.append(self.name)
         this.called[module] = None
+        if this.asking is not None and not this.certain:
+            self._note_inputs([t.grad_fn for t in floating((args, kwargs)) if t.requires_grad])
         if tape.asked.calls or not this.announced:
             record = self._record(this, module, occurrence, args, kwargs, tape.asked)
+            record.opaque = this.asking is not None and not wanted
         elif wanted:
             record = Record(self.name, module, occurrence, this)
         else:
             return None
-        plain = step.plain is not None
         passed_on = (self._watch(record, wanted, args), kwargs) if plain else self._watch_inputs(record, args, kwargs)
         if this.groups is not None:
             tape.once.begin(record)
@@ -107,8 +110,13 @@ class Place:
         nodes: list[Any] = []
         args = self._pass_on(record, nodes, args)
         kwargs = {name: self._pass_on(record, nodes, value) for name, value in kwargs.items()}
-        self.tape.graph.append((nodes, []))
+        self._note_inputs(nodes)
         return args, kwargs
+
+    def _note_inputs(self, nodes: list[Any]) -> None:
+        """Should the pass do something else than was expected, its graph tells whether it is a chain."""
+        self.tape.ends = nodes, []
+        self.tape.graph.append(self.tape.ends)
 
     def _pass_on(self, record: Record, nodes: list[Any], value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -143,6 +151,10 @@ class Place:
         changed = None
         if tape.open and tape.open[-1].module is module:
             changed = self._watch_outputs(tape.open.pop(), output)
+        if tape.ends is not None:
+            outputs = floating(output if changed is None else changed)
+            tape.ends[1].extend([t.grad_fn for t in outputs if t.requires_grad])
+            tape.ends = None
         if self.measured and (recorder := tape.follower.recorder) is not None:
             recorder.leave(self.name, output if changed is None else changed)
         return changed
@@ -156,8 +168,6 @@ class Place:
         if handed_out:  # a hook on a leaf (a parameter, handed out as it is) would stay for ever
             output = mapped(lambda t: t.view_as(t) if t.requires_grad and t.grad_fn is None else t, output)
             outputs = floating(output)
-        if self.tape.graph:
-            self.tape.graph[-1][1].extend([outputs[i].grad_fn for i in trained])
         keep = self._keepers(record, outputs)
         adapter = this.summed.get(record.name) if len(outputs) == 1 else None
         for i in trained:

@@ -72,6 +72,7 @@ class Pass:
     D: dict[int, Reading] = field(default_factory=dict)  # the outputs of the model, as the loss read them
     called: dict[nn.Module, None] = field(default_factory=dict)  # the modules that were watched in it
     foreseeable: bool = False  # as long as it does what is expected, is it known what will be asked of it?
+    certain: bool = False  # is that certain?
     announced: bool = False  # is there a record that will come on the tape with its output's adjoint?
     scale: Tensor | None = None  # the factor by which adjoints are to be multiplied, if any
     turn: int = 0  # which pass since the hooks were set

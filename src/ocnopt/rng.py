@@ -72,6 +72,11 @@ class AllRNG:
     numpy: Any
 
     @classmethod
+    def none(cls) -> AllRNG:
+        """Of a pass that is known to draw nothing."""
+        return cls(RNGState({}), None, None)
+
+    @classmethod
     def capture(cls, devices: Iterable[torch.device | str] = ()) -> AllRNG:
         return cls(RNGState.capture(devices), random.getstate(), _of_numpy())
 
@@ -98,7 +103,8 @@ class AllRNG:
 
     def _apply(self, present: AllRNG | None = None) -> None:
         """``present``: what there is, if that is known."""
-        random.setstate(self.python)
+        if self.python is not None:
+            random.setstate(self.python)
         if self.numpy is not None and (present is None or not self._same_numpy_as(present)):
             sys.modules["numpy.random"].set_state(self.numpy)
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
-from operator import is_, itemgetter
+from collections.abc import Iterable
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ocnopt import clockwork
 from ocnopt.anatomy import modules_of
+from ocnopt.entries import PLAIN, Entries
 
 if TYPE_CHECKING:
     from ocnopt.optimizer import OCNOpt
-
-#: settings of modules that are compared; others are modules, parameters and hooks, which are looked at elsewhere
-_PLAIN = (bool, int, float, str, tuple, type(None))
 
 
 class Surroundings:
@@ -27,49 +24,29 @@ class Surroundings:
         stores: list[dict[str, Any]] = [store for m in modules for store in (m._parameters, m._buffers)]
         places = [(store, name) for store in stores for name in store]
         states = [(own, name) for own, name, _ in clockwork.tensors_of_state(opt, params)]
-        self._places = _Entries([*places, *states])
+        self._places = Entries([*places, *states])
         there = {id(t): t for t in (*params, *self._places.values) if isinstance(t, Tensor)}
         self._tensors, self._addresses = list(there.values()), _addresses(there.values())
         self._params, self._states = params, [opt.state.get(p) for p in params]
         players = [] if opt._tape is None else [vars(module) for module in opt._tape.modules.values()]
-        settings = [(own, name) for own in players for name, value in own.items() if isinstance(value, _PLAIN)]
-        self._settings, self._players = _Entries(settings), players
+        # others are modules, parameters and hooks, which are looked at elsewhere
+        settings = [(own, name) for own in players for name, value in own.items() if isinstance(value, PLAIN)]
+        self._settings, self._players = Entries(settings), players
         self._forwards = self._forward()
 
     def hold(self, opt: OCNOpt) -> bool:
         """Is everything as it was?"""
-        places, settings = self._places.now(), self._settings.now()
         return (
             _addresses(self._tensors) == self._addresses
             and all(map(is_, map(opt.state.get, self._params), self._states))
-            and (places is not None and all(map(is_, places, self._places.values)))
-            and settings == self._settings.values
+            and self._places.untouched()
+            and self._settings.unchanged()
             and self._forward() == self._forwards
         )
 
     def _forward(self) -> list[Any]:
         """Somebody may put another function in its place."""
         return [own.get("forward") for own in self._players]
-
-
-class _Entries:
-    """Entries of dictionaries, as they were; many, and looked at in every step: those of one at a time."""
-
-    def __init__(self, entries: Sequence[tuple[dict[str, Any], str]]) -> None:
-        owners = {id(owner): owner for owner, _ in entries}
-        names: dict[int, list[str]] = {key: [] for key in owners}
-        for owner, name in entries:
-            names[id(owner)].append(name)
-        # of one name an ``itemgetter`` returns no tuple
-        self._looks = [(itemgetter(*names[key], names[key][-1]), owner) for key, owner in owners.items()]
-        self.values = self.now() or []
-
-    def now(self) -> list[Any] | None:
-        """``None``: one is gone."""
-        try:
-            return [*chain.from_iterable([look(owner) for look, owner in self._looks])]
-        except KeyError:
-            return None
 
 
 def _addresses(tensors: Iterable[Tensor]) -> list[int]:

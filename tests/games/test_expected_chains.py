@@ -62,7 +62,8 @@ def test_what_a_chain_does_may_change(changes: dict[str, Any], rank: int) -> Non
         else:
             with unforeseen():
                 train(model, opt, 3)
-        assert (opt._tape.follower._flows[0].asking is not None) and opt.game.why_accumulated is None
+        assert opt._tape.follower._flows[0].asking is not None
+        assert opt.game.why_accumulated is None
         for name, value in changes.items():
             setattr(model, name, value)
         steps = []
@@ -109,8 +110,8 @@ def test_nothing_else_is_watched(rank: int) -> None:
     """Two layers are asked at their inputs, and the loss at the output. Its graph is not looked at."""
     model, opt = make(Chain, lr=0.3, rank=rank)
     train(model, opt, 3)
-    with patch.object(Tape, "alias", autospec=True, side_effect=Tape.alias) as alias:
-        with patch("ocnopt.capture.is_chain", side_effect=AssertionError):
-            train(model, opt, 1)
+    watched, looked = patch.object(Tape, "alias", autospec=True, side_effect=Tape.alias), "ocnopt.capture.is_chain"
+    with watched as alias, patch(looked, side_effect=AssertionError):
+        train(model, opt, 1)
     readers = [call.args[3].name if call.args[3] is not None else "the loss" for call in alias.call_args_list]
     assert readers == ["b", "c", "the loss"]

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from ocnopt.anatomy import Anatomy
+from ocnopt.apart import compiler
 from ocnopt.games.edges import Edges
 from ocnopt.games.expected import Read
 from ocnopt.games.flow import Flow, is_due
 from ocnopt.games.recorder import Recorder, is_innermost
+from ocnopt.games.settled import Settled
 from ocnopt.rng import RNGState
 
 if TYPE_CHECKING:
@@ -27,6 +30,7 @@ class Habit:
 
     flow: Flow
     times: int = 0
+    settled: Settled | None = None  # how the model was set when it last did that
 
     def expected(self) -> Flow | None:
         """What the next pass is likely to do."""
@@ -45,20 +49,40 @@ class Follower:
         self._flows: list[Flow] = []
         self._habits: dict[Any, Habit] = {}  # by what the model is given
         self.recorder: Recorder | None = None  # is told where players begin and end
+        self._certain: Flow | None = None  # what the pass under way does, where nobody need look
+        self._settled: Settled | None = None  # how the model was set when it began
         self._random: RNGState | None = None
         self._draws = True  # does the model draw random numbers? Until the first pass is over it may
 
+    def certain(self, given: Any, anatomy: Anatomy) -> Flow | None:
+        """What a pass of the model is certain to do: it is a chain of torch's own modules, which are set as they were,
+        draw nothing, and run under what they ran under.
+        """
+        habit = self._habits.get(given)
+        if habit is None or habit.settled is None or self._draws:
+            return None
+        flow = habit.expected()
+        if flow is None or flow.asking is None or flow.constants:
+            return None
+        return flow if compiler() is None and habit.settled.holds(anatomy) else None
+
+    def begin_certain(self, flow: Flow) -> None:
+        """Such a pass."""
+        self._abandon()
+        self._certain = flow
+
     def begin(
-        self, model: nn.Module, device: str, inputs: list[Tensor], given: Any, rng: RNGState, read: Read
+        self, model: nn.Module, anatomy: Anatomy, inputs: list[Tensor], given: Any, rng: RNGState, read: Read
     ) -> Edges | None:
         """What is to be watched of the pass, if it can be foreseen what it is going to do; ``read`` is told of it.
 
-        ``device``: the kind of that of the parameters; ``given``: what passes have in common that are likely to do the
-        same; ``rng``: the present random numbers.
+        ``given``: what passes have in common that are likely to do the same; ``rng``: the present random numbers.
         """
         self._abandon()
         habit, self._random = self._habits.get(given), rng
         expected, watched = (None, None) if habit is None else (habit.expected(), habit.watched())
+        device = anatomy.parameters[0].device.type if anatomy.parameters else "cpu"
+        self._settled = None if expected is None or expected.asking is None else Settled.of(anatomy, device)
         self.recorder = Recorder(model, inputs, device, rng.states if self._draws else None, expected, watched, read)
         self.recorder.__enter__()  # type: ignore[no-untyped-call]
         return watched
@@ -75,16 +99,22 @@ class Follower:
     @property
     def follows(self) -> Flow | None:
         """What the pass under way is expected to do, if it has done nothing else so far."""
-        return None if self.recorder is None else self.recorder.follows
+        return self._certain if self.recorder is None else self.recorder.follows
 
     def end(self, output: Any, this: Pass | None) -> Flow | None:
         recorder, self.recorder = self.recorder, None
+        certain, self._certain = self._certain, None
+        if certain is not None and this is not None and output is not None:
+            certain.held.add(this)
+            return certain
         if recorder is None:
             return None
         recorder.__exit__(None, None, None)
         if this is None or self._random is None:
             return None
         flow, this.draws = recorder.finish(output, self._flows), recorder.draws
+        if recorder.follows is flow and (habit := self._habits.get(this.given)) is not None:
+            habit.settled = self._settled
         flow.held.add(this)
         self._flows = [flow, *(other for other in self._flows[:7] if other is not flow)]  # the likeliest first
         drew = not self._random.same_as(RNGState.capture(self._random.states))
@@ -110,7 +140,7 @@ class Follower:
 
     def _abandon(self) -> None:
         """A pass that was interrupted (Ctrl-C), or that calls the model itself, is over without having ended."""
-        recorder, self.recorder = self.recorder, None
+        recorder, self.recorder, self._certain = self.recorder, None, None
         if recorder is None:
             return
         recorder.unknown = "the pass was interrupted"

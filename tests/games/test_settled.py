@@ -1,0 +1,176 @@
+"""Chains of torch's own modules: as long as they are set as they were, nobody looks at what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from tests.games.test_expected_chains import train
+from tests.games.test_odd import CLASSES, IN, make
+from tests.games.test_watched import unforeseen
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ocnopt.games.recorder import Recorder
+
+
+def chain() -> nn.Sequential:
+    inner = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.ELU(0.7))
+    return nn.Sequential(
+        nn.Linear(IN, 6), nn.LeakyReLU(0.2), nn.Dropout(0.0), inner, nn.Flatten(), nn.Linear(6, CLASSES)
+    )
+
+
+class Looks:
+    """Counts the passes that are looked at, operation by operation."""
+
+    def __init__(self) -> None:
+        self._patch = patch.object(Recorder, "finish", autospec=True, side_effect=Recorder.finish)
+
+    def __enter__(self) -> Any:
+        return self._patch.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._patch.__exit__(*raised)
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize("curvature", ["identity", "kronecker"])
+def test_nobody_looks(rank: int, curvature: str) -> None:
+    found = []
+    for may in (True, False):
+        model, opt = make(chain, lr=0.1, rank=rank, curvature=curvature)
+        if may:
+            steps = train(model, opt, 4)
+            with Looks() as looks:
+                steps += train(model, opt, 4, 7)
+            assert looks.call_count == 0
+        else:
+            with unforeseen():
+                steps = [*train(model, opt, 4), *train(model, opt, 4, 7)]
+        found.append(steps)
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+class Doubling(TorchFunctionMode):
+    """Somebody has a say in what functions do."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return 2 * out if func is torch.nn.functional.leaky_relu else out
+
+
+class Squared(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square()
+
+
+def _set(place: Callable[[nn.Sequential], Any], name: str, value: Any) -> Callable[[nn.Sequential], None]:
+    return lambda model: setattr(place(model), name, value)
+
+
+def _hook(model: nn.Sequential) -> None:
+    model[1].register_forward_hook(lambda module, args, out: 1.5 * out)
+
+
+def _replace(model: nn.Sequential) -> None:
+    model[1] = nn.ELU().double()
+
+
+def _foreign(model: nn.Sequential) -> None:
+    model[1] = Squared()
+
+
+CHANGES: dict[str, Callable[[nn.Sequential], None]] = {
+    "slope": _set(lambda m: m[1], "negative_slope", 0.6),
+    "in an inner one": _set(lambda m: m[3][2], "alpha", 1.9),
+    "eps": _set(lambda m: m[3][1], "eps", 0.5),
+    "mode": lambda m: m.eval(),
+    "dropout": _set(lambda m: m[2], "p", 0.5),
+    "forward": _set(lambda m: m[1], "forward", torch.tanh),
+    "hook": _hook,
+    "replaced": _replace,
+    "foreign": _foreign,
+    "taken out": lambda m: m.__delitem__(1),
+    "frozen": lambda m: m[3].requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_another_setting(change: Callable[[nn.Sequential], None], rank: int) -> None:
+    """Of a module, or of what it is made of: from the next pass on all is as if nothing had been expected."""
+    found = []
+    for may in (True, False):
+        torch.manual_seed(0)
+        model, opt = make(chain, lr=0.1, rank=rank)
+        assert isinstance(model, nn.Sequential)
+        if may:
+            train(model, opt, 4)
+            change(model)
+            found.append(train(model, opt, 4, 7))
+        else:
+            with unforeseen():
+                train(model, opt, 4)
+                change(model)
+                found.append(train(model, opt, 4, 7))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("around", [Doubling, lambda: torch.autocast("cpu", torch.bfloat16)], ids=["mode", "autocast"])
+def test_something_around_it(around: Callable[[], Any]) -> None:
+    found = []
+    for may in (True, False):
+        model, opt = make(chain, lr=0.1)
+        if may:
+            train(model, opt, 4)
+            with around():
+                found.append(train(model, opt, 3, 7))
+        else:
+            with unforeseen():
+                train(model, opt, 4)
+                with around():
+                    found.append(train(model, opt, 3, 7))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("build", [lambda: nn.Sequential(nn.Linear(IN, 5), Squared(), nn.Linear(5, CLASSES))])
+def test_code_of_others_is_looked_at(build: Callable[[], nn.Module]) -> None:
+    model, opt = make(build, lr=0.1)
+    train(model, opt, 4)
+    with Looks() as looks:
+        train(model, opt, 2, 7)
+    assert looks.call_count == 2
+
+
+def test_a_list_among_the_settings_is_looked_at() -> None:
+    """It may be changed without being replaced."""
+    pool = nn.AdaptiveAvgPool1d([4])  # type: ignore[arg-type]
+    model, opt = make(lambda: nn.Sequential(nn.Linear(IN, 6), pool, nn.Linear(4, CLASSES)), lr=0.1)
+    train(model, opt, 4)
+    with Looks() as looks:
+        train(model, opt, 1, 7)
+    assert looks.call_count == 1
+
+
+def test_a_pass_that_raises_is_no_pass() -> None:
+    """The next one is as if it had not been."""
+    found = []
+    for fails in (True, False):
+        model, opt = make(chain, lr=0.1)
+        train(model, opt, 4)
+        if fails:
+            with pytest.raises(RuntimeError, match="shapes"):
+                model[3](torch.zeros(4, 7, dtype=torch.float64))
+            bad = patch.object(nn.ELU, "forward", side_effect=KeyboardInterrupt)
+            with bad, pytest.raises(KeyboardInterrupt):
+                model(torch.zeros(4, IN, dtype=torch.float64))
+        found.append(train(model, opt, 3, 7))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
