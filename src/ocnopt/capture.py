@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from ocnopt import apart
@@ -219,7 +220,8 @@ class Tape:
         """What can be known of a pass before it runs; and what it depends on, to be kept for another."""
         certain = None
         if need.flow or need.states:
-            this.given = tuple([(t.shape, t.dtype, t.requires_grad) for t in inputs])
+            around = [type(mode) for mode in _get_current_function_mode_stack()]  # each may change what functions do
+            this.given = (*[(t.shape, t.dtype, t.requires_grad) for t in inputs], *around)
         if need.states and not need.whole and self._others.absent:
             certain = self.follower.certain(this.given, anatomy)
         this.autocast = autocast = Autocast.of(anatomy)

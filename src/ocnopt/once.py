@@ -62,13 +62,22 @@ class Normalised(torch.autograd.Function):
 
     @staticmethod
     def operands(
-        rank: int, x: Tensor, mean: Any, var: Any, *, weight: Tensor | None, bias: Tensor | None, **how: Any
+        rank: int,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
     ) -> Operands | None:
-        if weight is None or bias is None or not how["training"] or not norms.fit(rank, x, weight, bias):
+        """As ``F.batch_norm`` is called."""
+        if weight is None or bias is None or not training or not norms.fit(rank, input, weight, bias):
             return None
-        if how["eps"] <= 0 or x.numel() <= x.shape[1]:
+        if eps <= 0 or input.numel() <= input.shape[1]:
             return None  # torch says why it refuses
-        return (mean, var, how["momentum"], how["eps"]), x, weight, bias
+        return (running_mean, running_var, momentum, eps), input, weight, bias
 
     @staticmethod
     def forward(ctx: Any, watch: Watch, how: tuple[Any, ...], x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class Pass:
     scale: Tensor | None = None  # the factor by which adjoints are to be multiplied, if any
     turn: int = 0  # which pass since the hooks were set
     groups: Groups | None = None  # its samples, where it is split already in the backward pass
-    given: Any = None  # shapes and dtypes of its inputs
+    given: Any = None  # its inputs but for their numbers, and what else functions may do something else under
     settled: bool = False  # has it been seen to be trained on?
     mixed: frozenset[str] = frozenset()  # modules whose dimension 0 only has the size of the batch
     mixed_inputs: frozenset[str] = frozenset()  # those of them in whose input it is so

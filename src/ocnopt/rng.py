@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 import sys
 from collections.abc import Iterable, Iterator
@@ -78,7 +77,8 @@ class AllRNG:
 
     @classmethod
     def capture(cls, devices: Iterable[torch.device | str] = ()) -> AllRNG:
-        return cls(RNGState.capture(devices), random.getstate(), _of_numpy())
+        numpy = sys.modules.get("numpy.random")
+        return cls(RNGState.capture(devices), random.getstate(), None if numpy is None else numpy.get_state())
 
     def same_on_host_as(self, other: AllRNG) -> bool:
         """Has nothing been drawn between the two, except on devices?"""
@@ -107,28 +107,6 @@ class AllRNG:
             random.setstate(self.python)
         if self.numpy is not None and (present is None or not self._same_numpy_as(present)):
             sys.modules["numpy.random"].set_state(self.numpy)
-
-
-#: numpy's generator when it was last looked at: its memory, and its state
-_last: tuple[bytes, Any] = b"", None
-#: of a Mersenne twister: 624 words, and where it is among them
-_TWISTER = 4 * 625
-
-
-def _of_numpy() -> Any:
-    """To write the state down takes as long as many a layer, and mostly nobody has drawn since the last time. The
-    memory of the generator tells, unless half of a pair of normal numbers is still to be handed out.
-    """
-    global _last
-    if (numpy := sys.modules.get("numpy.random")) is None:
-        return None
-    generator: Any = numpy.get_bit_generator() if hasattr(numpy, "get_bit_generator") else None
-    if type(generator).__name__ != "MT19937":
-        return numpy.get_state()
-    memory = ctypes.string_at(generator.ctypes.state_address, _TWISTER)
-    if memory != _last[0] or _last[1][3]:
-        _last = memory, numpy.get_state()
-    return _last[1]
 
 
 def _get(device: torch.device) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -101,6 +102,38 @@ def test_an_input_whose_gradient_is_wanted_now(rank: int) -> None:
         else:
             with unforeseen():
                 found.append([*train(model, opt, 3), *train(model, opt, 3, 5, needs_grad=True)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("options", [{"rank": 3}, {"curvature": "kronecker"}], ids=str)
+def test_a_layer_that_did_not_act_in_the_last_step(options: dict[str, Any]) -> None:
+    """Nobody was to ask at its input, so what has changed there is predicted."""
+    model, opt = make(Chain, lr=0.3, **options)
+    for i in range(6):
+        x, y = data(i)
+        opt.zero_grad()
+        cross_entropy(model(x), y).backward()
+        if i < 4:
+            for p in model.b.parameters():
+                p.grad = None
+        opt.step()
+        if i == 4:
+            before = opt.diagnostics.s[list(opt.diagnostics.names).index("b")]
+            after = opt.diagnostics.s[list(opt.diagnostics.names).index("c")]
+    assert (before != 0).all()
+    assert (before != after).all()
+
+
+def test_a_chain_that_is_given_a_hook_is_still_one() -> None:
+    """A hook that changes what a layer returns cannot be run again operation by operation, and need not be."""
+    found = []
+    for may in (True, False):
+        model, opt = make(Chain, lr=0.3, alignment="last")
+        with nullcontext() if may else unforeseen():
+            train(model, opt, 4)
+            model.b.register_forward_hook(lambda module, args, out: 1.1 * out)
+            found.append(train(model, opt, 3, 5))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 

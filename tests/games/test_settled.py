@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from tests.emulated import emulate
 from tests.games.test_expected_chains import train
 from tests.games.test_odd import CLASSES, IN, make
 from tests.games.test_watched import unforeseen
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ocnopt import OCNOpt
 from ocnopt.games.recorder import Recorder
 
 
@@ -69,7 +72,7 @@ class Squared(nn.Module):
         return x.square()
 
 
-def _set(place: Callable[[nn.Sequential], Any], name: str, value: Any) -> Callable[[nn.Sequential], None]:
+def _set(place: Callable[[Any], Any], name: str, value: Any) -> Callable[[Any], None]:
     return lambda model: setattr(place(model), name, value)
 
 
@@ -85,7 +88,7 @@ def _foreign(model: nn.Sequential) -> None:
     model[1] = Squared()
 
 
-CHANGES: dict[str, Callable[[nn.Sequential], None]] = {
+CHANGES: dict[str, Callable[[Any], None]] = {
     "slope": _set(lambda m: m[1], "negative_slope", 0.6),
     "in an inner one": _set(lambda m: m[3][2], "alpha", 1.9),
     "eps": _set(lambda m: m[3][1], "eps", 0.5),
@@ -100,44 +103,42 @@ CHANGES: dict[str, Callable[[nn.Sequential], None]] = {
 }
 
 
-@pytest.mark.parametrize("rank", [1, 3])
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_another_setting(change: Callable[[nn.Sequential], None], rank: int) -> None:
-    """Of a module, or of what it is made of: from the next pass on all is as if nothing had been expected."""
+def _with_and_without_looking(rank: int, then: Callable[[nn.Module, OCNOpt], list[Any]]) -> None:
+    """After steps that came from graphs, and after ordinary ones in which nothing was expected."""
     found = []
     for may in (True, False):
         torch.manual_seed(0)
-        model, opt = make(chain, lr=0.1, rank=rank)
-        assert isinstance(model, nn.Sequential)
-        if may:
-            train(model, opt, 4)
-            change(model)
-            found.append(train(model, opt, 4, 7))
-        else:
-            with unforeseen():
-                train(model, opt, 4)
-                change(model)
-                found.append(train(model, opt, 4, 7))
+        model, opt = make(chain, lr=0.1, rank=rank, graphed=None if may else False)
+        with nullcontext() if may else unforeseen():
+            train(model, opt, 14)
+            assert opt._replays.reason is None or not may
+            found.append(then(model, opt))
     for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_another_setting(change: Callable[[Any], None], rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a module, or of what the model is made of: from the next pass on all is as if nothing had been expected."""
+    emulate(monkeypatch)
+
+    def then(model: nn.Module, opt: OCNOpt) -> list[Any]:
+        change(model)
+        return train(model, opt, 10, 20)
+
+    _with_and_without_looking(rank, then)
 
 
 @pytest.mark.parametrize("around", [Doubling, lambda: torch.autocast("cpu", torch.bfloat16)], ids=["mode", "autocast"])
-def test_something_around_it(around: Callable[[], Any]) -> None:
-    found = []
-    for may in (True, False):
-        model, opt = make(chain, lr=0.1)
-        if may:
-            train(model, opt, 4)
-            with around():
-                found.append(train(model, opt, 3, 7))
-        else:
-            with unforeseen():
-                train(model, opt, 4)
-                with around():
-                    found.append(train(model, opt, 3, 7))
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+def test_something_around_it(around: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+
+    def then(model: nn.Module, opt: OCNOpt) -> list[Any]:
+        with around():
+            return train(model, opt, 3, 20)
+
+    _with_and_without_looking(1, then)
 
 
 @pytest.mark.parametrize("build", [lambda: nn.Sequential(nn.Linear(IN, 5), Squared(), nn.Linear(5, CLASSES))])

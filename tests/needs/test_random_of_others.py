@@ -13,7 +13,6 @@ from tests.toys import CLASSES, FEATURES, SOME_GAMES, assert_identical, backward
 from torch import Tensor, nn
 
 from ocnopt import OCNOpt
-from ocnopt.rng import AllRNG
 
 NONLINEAR = [g for g in SOME_GAMES if g["feedback"] == "nonlinear"]
 sources = pytest.mark.parametrize("draw", [random.random, numpy.random.random], ids=["python", "numpy"])
@@ -91,14 +90,3 @@ def test_a_remeasured_loss_is_that_of_the_same_way(draw: Callable[[], float]) ->
     before = values(model)
     assert opt.diagnostics.actual_change == 0.0
     assert_identical(values(model), before)
-
-
-def test_numpys_generator_is_written_down_as_it_is() -> None:
-    """Whatever has been drawn since the last time, half of a pair of normal numbers included."""
-    numpy.random.seed(3)
-    draws = [lambda: None, numpy.random.random, numpy.random.randn, numpy.random.randn, lambda: None]
-    for draw in (*draws, lambda: numpy.random.seed(3), numpy.random.randn, lambda: None, numpy.random.randn):
-        draw()
-        found, state = AllRNG.capture().numpy, numpy.random.get_state()
-        assert found[2:] == state[2:]
-        assert numpy.array_equal(found[1], state[1])

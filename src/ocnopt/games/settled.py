@@ -6,7 +6,6 @@ layers, activations and poolings of torch's has no such code.
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 from torch.nn.modules import (
     activation,
@@ -45,8 +44,9 @@ class Settled:
 
     def __init__(self, anatomy: Anatomy, device: str) -> None:
         self._anatomy, self._device, self._mode = anatomy, device, Mode.now(device)
-        owners = [vars(module) for module in anatomy.modules]
-        self._settings = Entries([(own, name) for own in owners for name in own if not name.startswith("_")])
+        self._owners = [vars(module) for module in anatomy.modules]
+        self._sizes = [*map(len, self._owners)]  # what is new, such as another ``forward``, makes one larger
+        self._settings = Entries([(own, name) for own in self._owners for name in own if not name.startswith("_")])
 
     @classmethod
     def of(cls, anatomy: Anatomy, device: str) -> Settled | None:
@@ -60,4 +60,4 @@ class Settled:
     def holds(self, anatomy: Anatomy) -> bool:
         """Are these the same modules, and is all as it was?"""
         same = anatomy is self._anatomy and Mode.now(self._device) == self._mode
-        return same and not torch._C._len_torch_function_stack() and self._settings.unchanged()
+        return same and [*map(len, self._owners)] == self._sizes and self._settings.unchanged()
