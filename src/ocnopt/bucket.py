@@ -112,6 +112,9 @@ class Bucket(Actor):
         The momentum stays as it is until :meth:`settle`, so that there is nothing to put back if a second pass fails.
         """
         m, mu = None, self.group["momentum"]
+        if self._drifts:
+            self._drift()
+            return
         if mu:
             m = copied(self.zeros_like_parameters("momentum"))
             self._coast(m)
@@ -127,6 +130,22 @@ class Bucket(Actor):
             self.pending = change
         else:
             torch._foreach_sub_(self.shelf.parts(self.params), change)
+
+    @property
+    def _drifts(self) -> bool:
+        """Does the momentum move the parameters as it is? Then nothing of their size need be written down. (Elsewhere
+        than on a CPU that would be an operation for each of them.)
+        """
+        assert self.metric is not None
+        plain = not (self.has_decay or self.has_decoupled_decay or self.looks_ahead or self._few_digits)
+        here = self.params[0].device.type == "cpu" and self.metric.is_identity
+        return bool(self.group["momentum"]) and plain and here
+
+    def _drift(self) -> None:
+        self.stride = self.ok * self.lr / self._momentum_correction
+        share = self.stride * self._coasting
+        for p, m in zip(self.shelf.parts(self.params), self.zeros_like_parameters("momentum"), strict=True):
+            p.addcmul_(m, share, value=-1)
 
     def steer(self, seats: Sequence[int], answer: Answer) -> None:
         """The part that it has."""
@@ -163,9 +182,14 @@ class Bucket(Actor):
         """Are the parameters of lower precision than the arithmetic? Then they are moved once in a step."""
         return self.params[0].dtype != self.ok.dtype
 
+    @property
+    def _coasting(self) -> Tensor:
+        """What is left of the momentum: all of it in a step that does not count."""
+        return torch.rsub(self.ok, 1, alpha=1 - self.group["momentum"])
+
     def _coast(self, m: list[Tensor]) -> None:
         """The momentum, one step later, if there were no gradient."""
-        torch._foreach_mul_(m, torch.rsub(self.ok, 1, alpha=1 - self.group["momentum"]))
+        torch._foreach_mul_(m, self._coasting)
         if self.has_decay:
             torch._foreach_add_(m, torch._foreach_mul(self._decayed(), self.ok), alpha=self.intake)
 
