@@ -171,7 +171,7 @@ class Forms:
         wide = compute_dtype(shelf.params[0].dtype)
         grads = [g if g.dtype == wide else g.to(wide) for g in grads]
         ok = self.ok if self.ok is None else self.ok.to(grads[0].device)
-        if ok is not None:
+        if ok is not None and not self._are_fine(shelf, ok):
             grads = masked(grads, ok)
         if self.maximize:
             torch._foreach_neg_(grads)
@@ -185,6 +185,13 @@ class Forms:
             sums = zip(grads, self._are_sums(shelf), strict=True)
             return Explicit.of(columns, [None if known else g for g, known in sums], fractions)
         return self._gram(shelf.players, None if all(self._are_sums(shelf)) else grads, fractions)
+
+    def _are_fine(self, shelf: Shelf, ok: Tensor) -> bool:
+        """Is it known here that there is nothing to mask, and is nobody going to write to the gradients? A copy of all
+        of them takes as long as a good part of a step.
+        """
+        read_only = shelf.kind is Shared and isinstance(shelf.curvature, Identity) and not self.maximize
+        return read_only and whole_step.may_look(ok) and bool(ok)
 
     def _are_sums(self, shelf: Shelf) -> list[bool]:
         """Of each parameter: is it known that its columns add up to the gradient as it is?"""
