@@ -180,7 +180,7 @@ class Tape:
         return any(type(p) is Tensor for p in parameters) or not any(id(p) in mine for p in parameters)
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.current, self.open, self.counts, self.graph = None, [], {}, []
+        self.current, self.open, self.counts, self.graph, self.ends = None, [], {}, [], None
         self._borrows = False
         self.once.end()
         need = self.needed()

@@ -138,7 +138,7 @@ class Place:
         if not alias:
             record.opaque = True
             return t
-        if i not in this.wanted(record.name, record.occurrence):
+        if this.watched is not None and i not in this.watched.into_player(record.name, record.occurrence):
             return t
         return self.tape.alias(t, this, record, record.readings, i)
 

@@ -106,7 +106,7 @@ class Pass:
         """The inputs of a call that somebody will ask about, where it is foreseen."""
         if self.watched is not None:
             return self.watched.into_player(name, occurrence)
-        return _ALL if self.asking is None or name in self.asking else _NONE
+        return _ALL if self.asking is not None and name in self.asking else _NONE
 
     def end(self, flow: Flow | None, chain: bool) -> None:
         self.flow, self.chain = flow, chain

@@ -125,6 +125,28 @@ def test_a_layer_that_did_not_act_in_the_last_step(options: dict[str, Any]) -> N
     assert (before != after).all()
 
 
+@pytest.mark.parametrize("rank", [1, 3])
+def test_such_a_layer_of_a_chain_that_does_something_else(rank: int) -> None:
+    """From there on nothing is foreseen, and all inputs are read: what has changed is measured."""
+    found = []
+    for may in (True, False):
+        model, opt = make(Chain, lr=0.3, rank=rank)
+        with nullcontext() if may else unforeseen():
+            for i in range(6):
+                x, y = data(i)
+                opt.zero_grad()
+                model.grows = i == 4
+                cross_entropy(model(x), y).backward()
+                if i < 4:
+                    for p in model.b.parameters():
+                        p.grad = None
+                opt.step()
+                if i == 4:
+                    found.append([*values(model), opt.diagnostics.s])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
 def test_a_chain_that_is_given_a_hook_is_still_one() -> None:
     """A hook that changes what a layer returns cannot be run again operation by operation, and need not be."""
     found = []
