@@ -190,8 +190,8 @@ class Forms:
         """Is it known here that there is nothing to mask, and is nobody going to write to the gradients? A copy of all
         of them takes as long as a good part of a step.
         """
-        read_only = shelf.kind is Shared and isinstance(shelf.curvature, Identity) and not self.maximize
-        return read_only and whole_step.may_look(ok) and bool(ok)
+        written = self.maximize or (shelf.kind is Shared and not isinstance(shelf.curvature, Identity))
+        return not written and whole_step.may_look(ok) and bool(ok)
 
     def _are_sums(self, shelf: Shelf) -> list[bool]:
         """Of each parameter: is it known that its columns add up to the gradient as it is?"""

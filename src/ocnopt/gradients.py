@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -262,6 +263,19 @@ class GramRow:
     call: Call
     name: str
 
+    @cached_property
+    def part(self) -> tuple[slice, ...]:
+        """Outside of which its gradients are zero."""
+        return self.adapter.parts(self.call).get(self.name, ())
+
+    def whole(self, v: Tensor) -> Tensor:
+        """A tensor of that part with zeros around it."""
+        if not self.part:
+            return v
+        found = v.new_zeros(self.adapter.parameters(self.call.module)[self.name].shape)
+        found[self.part] = v
+        return found
+
 
 @dataclass
 class Gram(GroupGradients):
@@ -283,16 +297,18 @@ class Gram(GroupGradients):
         return gram
 
     def _weighted(self, w: Tensor) -> list[Tensor]:
-        """Σ_i w_i g_i of each parameter: an ordinary weight gradient with weighted adjoints, one for each layer."""
+        """Σ_i w_i g_i of each parameter, where it is not zero: an ordinary weight gradient with weighted adjoints, one
+        for each layer.
+        """
         weights, found = self.groups.expand(w), {}
         for row in self.rows:
             if id(row.call) not in found:
                 call = row.call.weighted(weights)
-                found[id(row.call)] = row.adapter.group_gradients(call, Groups(self.groups.batch, 1))
+                found[id(row.call)] = row.adapter.part_gradients(call, Groups(self.groups.batch, 1))
         return [found[id(row.call)][row.name][0] for row in self.rows]
 
     def mix(self, w: Tensor) -> list[Tensor]:
-        found = self._weighted(w)
+        found = [row.whole(v) for row, v in zip(self.rows, self._weighted(w), strict=True)]
         if self.rests is None:
             return found
         share = (self.fractions * w).sum()
@@ -300,8 +316,9 @@ class Gram(GroupGradients):
 
     def add_to(self, tensors: Sequence[Tensor], w: Tensor, scale: float = 1.0, stride: Tensor | None = None) -> None:
         if self._mixed is None or self._mixed[0] is not w:  # the momentum takes what the parameters have taken
-            self._mixed = w, self.mix(w)
-        for t, v in zip(tensors, self._mixed[1], strict=True):
+            self._mixed = w, self._weighted(w) if self.rests is None else self.mix(w)
+        for row, t, v in zip(self.rows, tensors, self._mixed[1], strict=True):
+            t = t[row.part] if self.rests is None else t
             t.add_(v, alpha=scale) if stride is None else t.addcmul_(v, stride, value=scale)
 
     def preconditioned(self, metric: Metric) -> Gram:

@@ -17,12 +17,12 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from ocnopt import whole_step
 from ocnopt.backwards import Purpose, purpose
 from ocnopt.fused import norms
 from ocnopt.fused.sums import total
 from ocnopt.groups import Groups
 from ocnopt.layers.base import Adapter, Call, compute_dtype, first_tensor
+from ocnopt.marks import Mark
 from ocnopt.records import Pass, Record
 
 #: how a layer is to be run, its input, weight and bias
@@ -158,7 +158,7 @@ class Watch(TorchFunctionMode):
         several = {name: G.detach() for name, G in columns.items() if len(G) > 1}
         if several:
             self.record.keep(several)
-        self.record.left = {name: (g.data_ptr(), g._version) for name, g in sums.items()}
+        self.record.left = {name: Mark.of(g) for name, g in sums.items()}
 
 
 class Once:
@@ -198,10 +198,9 @@ class Once:
 def nothing_else(record: Record, name: str, grad: Tensor | None) -> bool:
     """Is it certain that ``p.grad`` is what the layer gave autograd, and that alone?
 
-    Autograd hands on the tensor that it gets if there is no other to add to it. Who writes to it afterwards is not
-    always counted (``p.grad.data``, a scaler): only in a whole step that is captured nobody comes between.
+    Autograd hands on the tensor that it gets if there is no other to add to it.
     """
-    return whole_step.undisturbed() and grad is not None and record.left.get(name) == (grad.data_ptr(), grad._version)
+    return name in record.left and record.left[name].holds(grad)
 
 
 def _observed() -> bool:

@@ -20,6 +20,7 @@ from ocnopt.games.flow import Draws, Flow
 from ocnopt.groups import Groups, Samples
 from ocnopt.hosts import Execution
 from ocnopt.layers.base import Adapter, Call, compute_dtype
+from ocnopt.marks import Mark
 from ocnopt.readings import Reading, arrived
 from ocnopt.rng import AllRNG, RNGState
 from ocnopt.tallies import Account
@@ -166,7 +167,7 @@ class Record:
     h: dict[int, Tensor] = field(default_factory=dict)  # ∂L/∂output, by output
     sizes: dict[int, tuple[torch.dtype, list[Tensor]]] = field(default_factory=dict)  # of h: dtype, all ⟨h, h⟩
     columns: dict[str, Tensor] = field(default_factory=dict)  # group gradients of its pass, if backward left them
-    left: dict[str, tuple[int, int]] = field(default_factory=dict)  # the gradients that it gave autograd, see Once
+    left: dict[str, Mark] = field(default_factory=dict)  # the gradients that it gave autograd, see Once
     inner: dict[str, list[Call]] | None = None  # calls of the layers inside a host, where it was asked
     strays: frozenset[str] = frozenset()  # layers inside a host that were called by somebody else, too
     # what its calls have been added to, by path, with those of its other executions in the same pass

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ocnopt.groups import Groups
-from ocnopt.layers import conv, find
+from ocnopt.layers import conv, find, windows
 
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
@@ -246,8 +246,8 @@ class Rows(TorchDispatchMode):
 def test_windows_are_formed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, formed = nn.Conv2d(3, 4, 3, padding=1).double(), []
     call = call_of(layer, images(5, 3, 4, 4))
-    windows = conv._windows
-    monkeypatch.setattr(conv, "_windows", lambda *args: formed.append(0) or windows(*args))
+    form = windows.windows
+    monkeypatch.setattr(windows, "windows", lambda *args: formed.append(0) or form(*args))
     call.memo, adapter, weights = {}, adapter_of(layer), torch.arange(5.0, dtype=torch.float64)
     found = adapter.group_gradients(call.weighted(weights), Groups(5, 1))["weight"][0]
     adapter.grams(call)

@@ -1,4 +1,6 @@
-"""All gradients of a batch norm in one kernel, those of groups of samples among them."""
+"""All gradients of a batch norm, those of groups of samples among them: on CUDA in one kernel, on a CPU some groups at
+a time.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,8 @@ from torch import Tensor
 from ocnopt.fused import support
 from ocnopt.fused.sums import is_differentiated, starts_of
 from ocnopt.groups import Groups
+from ocnopt.layers.base import compute_dtype
+from ocnopt.layers.outer import CACHED
 
 #: numbers that a program has at a time
 _TILE = 4096
@@ -23,7 +27,9 @@ class Gradients(NamedTuple):
 
 
 def fit(rank: int, *tensors: Tensor) -> bool:
-    """Is there a kernel for them, and for so many groups?"""
+    """Can these be had, for so many groups?"""
+    if tensors[0].device.type == "cpu":
+        return all(t.dtype == compute_dtype(t.dtype) and t.is_contiguous() and t.numel() for t in tensors)
     plain = all(t.dtype == torch.float32 and t.is_contiguous() and t.numel() for t in tensors)
     return plain and support.splits_on(tensors[0].device, rank)
 
@@ -35,6 +41,32 @@ def backward(x: Tensor, h: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, 
     given = x, h, mean, scale, weight
     if not fit(groups.rank, *given) or any(map(is_differentiated, given)):
         return None
+    if x.device.type == "cpu":
+        how = None, None, mean, scale, True, 0.0, [True] * 3
+        into, *sums = torch.ops.aten.native_batch_norm_backward(h, x, weight, *how)
+        return Gradients(into, _columns(x, h, mean, scale, groups), *sums)
+    return _by_kernel(given, groups)
+
+
+def _columns(x: Tensor, h: Tensor, mean: Tensor, scale: Tensor, groups: Groups) -> Tensor:
+    """Σ h ⊙ (x − mean) · scale and Σ h of each group, ``[2, r, C]``.
+
+    What is multiplied is written down where it is still next to the cores, and again for the next groups: on two cores
+    0.4 of the time of a normalised input for all samples (20 norms of a ResNet18, 128 samples of 32×32 pixels).
+    """
+    positions, channels = range(2, x.dim()), [1, -1, *[1] * (x.dim() - 2)]
+    rows = groups.batch // groups.rank if groups.even else groups.batch
+    at_once = max(1, CACHED // 2 // (rows * x[0].numel())) * rows
+    place, found = torch.empty_like(x[:at_once]), []
+    for some, theirs in zip(x.split(at_once), h.split(at_once), strict=True):
+        product = torch.sub(some, mean.view(channels), out=place[: len(some)]).mul_(theirs)
+        each = Groups(len(some), len(some) // rows) if groups.even else groups
+        found.append(each.sum(product, positions))
+    return torch.stack([torch.cat(found).mul_(scale), groups.sum(h, positions)])
+
+
+def _by_kernel(given: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], groups: Groups) -> Gradients | None:
+    x, weight = given[0], given[-1]
     channels, positions = x.shape[1], x[0, 0].numel()
     sums = torch.empty_like(weight), torch.empty_like(weight)
     found = Gradients(torch.empty_like(x), x.new_empty(2, groups.rank, channels), *sums)

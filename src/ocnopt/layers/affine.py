@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -40,16 +40,47 @@ class Affine(Adapter):
     def unblock(self, module: nn.Module, matrix: Tensor) -> Tensor:
         """The inverse of :meth:`blocks`."""
 
+    def seen_factors(self, call: Call) -> KroneckerInputs:
+        """As :meth:`factors`, without inputs that are zero because of where they are."""
+        return self.factors(call)
+
+    def weight_part(self, call: Call) -> tuple[slice, ...]:
+        """See :meth:`parts`; ``()``: all of it."""
+        return ()
+
+    def unblock_part(self, call: Call, matrix: Tensor) -> Tensor:
+        """As :meth:`unblock`, of matrices of :meth:`seen_factors`."""
+        return self.unblock(call.module, matrix)
+
+    def weight_part_gradients(self, call: Call, groups: Groups) -> Tensor:
+        """``[r, …]``, of that part of the weight."""
+        factors = self.seen_factors(call)
+        return self.unblock_part(call, outer.group_sums(factors.x, factors.h, groups))
+
     def weight_gradients(self, call: Call, groups: Groups) -> Tensor:
         """``[r, *weight.shape]``."""
-        factors = self.factors(call)
-        return self.unblock(call.module, outer.group_sums(factors.x, factors.h, groups))
+        found, part = self.weight_part_gradients(call, groups), self.weight_part(call)
+        if not part:
+            return found
+        whole = found.new_zeros(len(found), *self.parameters(call.module)["weight"].shape)
+        whole[:, *part] = found
+        return whole
+
+    def parts(self, call: Call) -> dict[str, tuple[slice, ...]]:
+        part = self.weight_part(call)
+        return {"weight": part} if part else {}
 
     def group_gradients(self, call: Call, groups: Groups) -> dict[str, Tensor]:
+        return self._gradients(call, groups, self.weight_gradients)
+
+    def part_gradients(self, call: Call, groups: Groups) -> dict[str, Tensor]:
+        return self._gradients(call, groups, self.weight_part_gradients)
+
+    def _gradients(self, call: Call, groups: Groups, of_weight: Callable[[Call, Groups], Tensor]) -> dict[str, Tensor]:
         names = self.parameters(call.module)
         gradients = {}
         if "weight" in names:
-            gradients["weight"] = self.weight_gradients(call, groups)
+            gradients["weight"] = of_weight(call, groups)
         if "bias" in names:
             _, h = outer.operands(call)
             gradients["bias"] = groups.sum(h, self._shared(h))
@@ -59,12 +90,15 @@ class Affine(Adapter):
         names = self.parameters(call.module)
         grams = {}
         if "weight" in names:
-            factors = self.factors(call)
-            grams["weight"] = outer.gram(factors.x, factors.h)
+            grams["weight"] = self.weight_gram(call)
         if "bias" in names:
             rows = self._bias_rows(call)
             grams["bias"] = rows @ rows.T
         return grams
+
+    def weight_gram(self, call: Call) -> Tensor:
+        factors = self.seen_factors(call)
+        return outer.gram(factors.x, factors.h)
 
     def project(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
         # The output is linear in the parameters: ⟨g_i, v⟩ = ⟨h_i, output with v for the parameters⟩.

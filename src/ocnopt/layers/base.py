@@ -112,6 +112,16 @@ class Adapter(ABC):
         Names are those of :meth:`parameters`; what is left out is trained from ``p.grad``.
         """
 
+    def parts(self, call: Call) -> dict[str, tuple[slice, ...]]:
+        """Outside of which a parameter has no gradient, whatever the numbers are; those that have it everywhere are
+        left out. Of a kernel on an image of one pixel, say, only the tap in the middle sees anything.
+        """
+        return {}
+
+    def part_gradients(self, call: Call, groups: Groups) -> dict[str, Tensor]:
+        """As :meth:`group_gradients`, of these parts alone."""
+        return self.group_gradients(call, groups)
+
     def parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """The parameters whose gradients a call of ``module`` accounts for, by their names in the module."""
         own = {n: p for n, p in module._parameters.items() if p is not None and p.requires_grad}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,15 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from ocnopt.groups import Groups
-from ocnopt.layers import outer, shifts
+from ocnopt.layers import outer, shifts, windows
 from ocnopt.layers.affine import Affine
 from ocnopt.layers.base import Call, KroneckerInputs, outer_sum
 from ocnopt.layers.registry import register
+from ocnopt.layers.shifts import Axis
+from ocnopt.layers.windows import Sight
+
+#: where a call keeps its windows, those of some taps or of all
+_WINDOWS = "windows {}"
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -27,18 +33,39 @@ class Conv(Affine):
     channels = 1
 
     def factors(self, call: Call) -> KroneckerInputs:
-        module, (x, h) = _conv(call), outer.operands(call)
-        windows = None if call.memo is None else call.memo.get("windows")
-        if windows is None:
-            padded, padding = _padded(module, x)
-            windows = _windows(module, padded, padding, h.shape[2:])
-        if call.memo is not None:
-            call.memo["windows"] = windows
-        return KroneckerInputs(windows, _positions(h, module.groups))
+        return self._factors(call, None)
+
+    def seen_factors(self, call: Call) -> KroneckerInputs:
+        return self._factors(call, self._sight(call))
+
+    def _factors(self, call: Call, seen: Sight | None) -> KroneckerInputs:
+        module, (x, h), memo = _conv(call), outer.operands(call), {} if call.memo is None else call.memo
+        name = _WINDOWS.format(seen)
+        if name not in memo:
+            x, padding = _padded(module, x)
+            memo[name] = windows.windows(x, _axes(module, x, padding, h.shape[2:]), module.groups, seen)
+        return KroneckerInputs(memo[name], _positions(h, module.groups))
+
+    def _geometry_of(self, call: Call) -> tuple[Axis, ...] | None:
+        """Of what the kernel sees, where all that is padded are zeros, the same on both sides."""
+        module = _conv(call)
+        if module.padding_mode != "zeros" or isinstance(module.padding, str):
+            return None
+        return _axes(module, call.x, _symmetric(module), call.h.shape[2:])
+
+    def _sight(self, call: Call) -> Sight | None:
+        """``None`` where all taps see something, or are taken to."""
+        axes = self._geometry_of(call)
+        seen = None if axes is None else windows.sight(axes)
+        return None if axes is None or seen == windows.everything(axes) else seen
+
+    def weight_part(self, call: Call) -> tuple[slice, ...]:
+        seen = self._sight(call)
+        return () if seen is None else (slice(None), slice(None), *seen.taps)
 
     def sizes(self, call: Call) -> tuple[int, int, int]:
-        module = _conv(call)
-        kernel = math.prod(module.kernel_size)
+        module, seen = _conv(call), self._sight(call)
+        kernel = math.prod(module.kernel_size if seen is None else seen.kernel)
         a, c = module.in_channels // module.groups * kernel, module.out_channels // module.groups
         return math.prod(call.h.shape[2:]), a, c
 
@@ -47,7 +74,8 @@ class Conv(Affine):
         x, padding = _padded(module, x)
         A = _outer_of_windows(module, x, padding, h.shape[2:])
         if "bias" in self.kronecker_names(module):
-            A = _with_ones(A, _windows(module, x.sum(0, keepdim=True), padding, h.shape[2:])[0].sum(1), h)
+            axes = _axes(module, x, padding, h.shape[2:])
+            A = _with_ones(A, windows.windows(x.sum(0, keepdim=True), axes, module.groups)[0].sum(1), h)
         return A, outer_sum(_positions(h, module.groups))
 
     def sums_inputs(self, call: Call) -> bool:
@@ -68,12 +96,40 @@ class Conv(Affine):
         return self.to_matrix(call.module, gradients)
 
     def weight_gradients(self, call: Call, groups: Groups) -> Tensor:
-        layer, positions = _conv(call), self.sizes(call)[0]
-        strided = any(step > 1 for step in layer.stride)
-        chosen = way(call.h.device.type, groups, positions, _shape(layer), layer.groups, strided)
-        if call.memo is not None or chosen is Way.WINDOWS:
+        chosen = self._way(call, groups)
+        if chosen is Way.WINDOWS:
             return super().weight_gradients(call, groups)
         return _weight_gradients(_conv(call), *self._geometry(call), groups, chosen is Way.FOLDED)
+
+    def weight_part_gradients(self, call: Call, groups: Groups) -> Tensor:
+        if self._way(call, groups) is Way.WINDOWS:
+            return super().weight_part_gradients(call, groups)
+        return self.weight_gradients(call, groups)[:, *self.weight_part(call)]
+
+    def weight_gram(self, call: Call) -> Tensor:
+        axes, (x, h) = self._geometry_of(call), outer.operands(call)
+        if axes is None or self._cost_by_pixels(call) >= outer.pair_cost(call.batch, *self.sizes(call)):
+            return super().weight_gram(call)
+        return windows.gram(x, h, axes, _conv(call).groups)
+
+    def prefers_gram(self, call: Call, rank: int) -> bool:
+        sizes = call.batch, *self.sizes(call)
+        return outer.gram_is_cheaper(*sizes, rank, min(outer.pair_cost(*sizes), self._cost_by_pixels(call)))
+
+    def _cost_by_pixels(self, call: Call) -> float:
+        """Of the products of pairs of samples, by those of their pixels."""
+        axes, module = self._geometry_of(call), _conv(call)
+        if axes is None:
+            return math.inf
+        channels = module.in_channels // module.groups, module.out_channels // module.groups
+        return windows.gram_cost(call.batch, axes, *channels)
+
+    def _way(self, call: Call, groups: Groups) -> Way:
+        if call.memo is not None and _WINDOWS.format(self._sight(call)) in call.memo:
+            return Way.WINDOWS
+        layer, positions = _conv(call), self.sizes(call)[0]
+        strided = any(step > 1 for step in layer.stride)
+        return way(call.h.device.type, groups, positions, _shape(layer), layer.groups, strided)
 
     def _geometry(self, call: Call) -> tuple[Tensor, Tensor, list[int], list[int]]:
         """Input and adjoint as a convolution takes them that pads with zeros alone; padding, and that of the output."""
@@ -82,10 +138,10 @@ class Conv(Affine):
         return x, h, padding, [0] * len(padding)
 
     def apply(self, call: Call, weight: Tensor) -> Tensor:
-        module, (x, _) = _conv(call), outer.operands(call)
-        x, padding = _padded(module, x)
+        module, (x, _), seen = _conv(call), outer.operands(call), self._sight(call)
+        x, padding = _padded(module, x) if seen is None else (seen.of(x), [0] * len(seen.taps))
         convolve = _CONV[len(padding)]
-        return convolve(x, weight, None, module.stride, padding, module.dilation, module.groups)
+        return convolve(x, weight[self.weight_part(call)], None, module.stride, padding, module.dilation, module.groups)
 
     def blocks(self, module: nn.Module, weight: Tensor) -> Tensor:
         assert isinstance(module, _ConvNd)
@@ -96,6 +152,12 @@ class Conv(Affine):
         assert isinstance(module, _ConvNd)
         kernel = module.in_channels // module.groups, *module.kernel_size
         return torch.unflatten(matrix.flatten(-3, -2), -1, kernel)
+
+    def unblock_part(self, call: Call, matrix: Tensor) -> Tensor:
+        seen = self._sight(call)
+        if seen is None:
+            return self.unblock(call.module, matrix)
+        return torch.unflatten(matrix.flatten(-3, -2), -1, (-1, *seen.kernel))
 
     def product(self, module: nn.Module) -> Callable[..., Tensor] | None:
         assert isinstance(module, _ConvNd)
@@ -140,8 +202,14 @@ class ConvTranspose(Conv):
 
     def factors(self, call: Call) -> KroneckerInputs:
         module, (x, h) = _conv(call), outer.operands(call)
-        windows = _windows(module, h, _symmetric(module), x.shape[2:])
-        return KroneckerInputs(_positions(x, module.groups), windows)
+        axes = _axes(module, h, _symmetric(module), x.shape[2:])
+        return KroneckerInputs(_positions(x, module.groups), windows.windows(h, axes, module.groups))
+
+    def _geometry_of(self, call: Call) -> tuple[Axis, ...] | None:
+        return None  # what it sees of the output is not padded
+
+    def seen_factors(self, call: Call) -> KroneckerInputs:
+        return self.factors(call)
 
     def sizes(self, call: Call) -> tuple[int, int, int]:
         module = _conv(call)
@@ -225,27 +293,18 @@ def _positions(x: Tensor, blocks: int) -> Tensor:
     return x.reshape(x.shape[0], blocks, x.shape[1] // blocks, shared).mT
 
 
-def _windows(module: _ConvNd, x: Tensor, padding: list[int], positions: torch.Size) -> Tensor:
-    """What the kernel sees at each position: ``[B, blocks, shared, channels of a block × kernel]``."""
-    if any(padding):
-        x = F.pad(x, [n for p in reversed(padding) for n in (p, p)])
-    geometry = zip(positions, module.kernel_size, module.stride, module.dilation, strict=True)
-    for dim, (n, k, s, d) in enumerate(geometry, start=2):
-        # A transposed convolution's output padding may leave room for more windows than there are positions.
-        x = x.unfold(dim, d * (k - 1) + 1, s).narrow(dim, 0, n)[..., ::d]
-    space = len(module.kernel_size)
-    x = x.unflatten(1, (module.groups, -1)).movedim(2, 2 + space)  # [B, blocks, *positions, channels, *kernel]
-    return x.flatten(2 + space).flatten(2, 1 + space)
-
-
 def _outer_of_windows(module: _ConvNd, x: Tensor, padding: list[int], positions: torch.Size) -> Tensor:
     """Σ over batch and positions of w w^T, w a window: ``[blocks, channels of a block × kernel, the same]``."""
     return shifts.outer(x, _axes(module, x, padding, positions), module.groups)
 
 
-def _axes(module: _ConvNd, x: Tensor, padding: list[int], positions: torch.Size) -> tuple[shifts.Axis, ...]:
-    geometry = (x.shape[2:], positions, module.kernel_size, module.stride, module.dilation, padding)
-    return tuple(shifts.Axis(*each) for each in zip(*geometry, strict=True))
+def _axes(module: _ConvNd, x: Tensor, padding: Sequence[int], positions: torch.Size) -> tuple[Axis, ...]:
+    return _axes_of(x.shape[2:], positions, module.kernel_size, module.stride, module.dilation, tuple(padding))
+
+
+@lru_cache(maxsize=1024)
+def _axes_of(*geometry: tuple[int, ...]) -> tuple[Axis, ...]:
+    return tuple(Axis(*each) for each in zip(*geometry, strict=True))
 
 
 def _with_ones(A: Tensor, sums: Tensor, h: Tensor) -> Tensor:
@@ -339,7 +398,7 @@ def way(device: str, groups: Groups, positions: int, weight: Sequence[int], bloc
     pixels and of a CNN on 28×28): windows are up to 5 times faster than folding where a batch has few positions, 2 to
     4 times where the kernel has a stride, and 1.2 to 2.4 times slower elsewhere.
     """
-    if device == "cpu" and blocks == 1 and groups.batch * positions <= 2 * weight[0]:
+    if device == "cpu" and blocks == 1 and groups.batch * positions <= min(groups.rank, 2) * weight[0]:
         return Way.WINDOWS
     if groups.rank == 1:
         return Way.IN_TURN

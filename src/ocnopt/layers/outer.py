@@ -96,12 +96,18 @@ def _gram_by_gradients(x: Tensor, h: Tensor) -> Tensor:
     return K
 
 
-def gram_is_cheaper(batch: int, shared: int, a: int, c: int, rank: int) -> bool:
-    """Whether :func:`gram` costs less than the kernel of ``rank`` explicit gradients.
+def pair_cost(batch: int, shared: int, a: int, c: int) -> int:
+    """Of :func:`gram` by pairs, in multiplications."""
+    return (batch * shared) ** 2 * (a + c)
+
+
+def gram_is_cheaper(batch: int, shared: int, a: int, c: int, rank: int, pairs: float | None = None) -> bool:
+    """Whether the Gram form costs less than the kernel of ``rank`` explicit gradients.
 
     These cost one weight gradient to form; without them it takes about three to sum the samples, to weight
     them with w and to project on a direction. With one group there is nothing to save: its gradient is ``p.grad``.
+    ``pairs``: what the products of pairs of samples cost.
     """
-    positions = batch * shared
-    by_gram = positions * (positions + TRAFFIC) * (a + c) + 2 * positions * a * c
+    positions, pairs = batch * shared, pair_cost(batch, shared, a, c) if pairs is None else pairs
+    by_gram = pairs + positions * TRAFFIC * (a + c) + 2 * positions * a * c
     return rank > 1 and by_gram < a * c * rank * (rank + TRAFFIC)
