@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -112,8 +113,8 @@ class Bucket(Actor):
         The momentum stays as it is until :meth:`settle`, so that there is nothing to put back if a second pass fails.
         """
         m, mu = None, self.group["momentum"]
-        if self._drifts:
-            self._drift()
+        if self._drifts:  # each when it is steered: what is next to the cores is moved twice
+            self.stride = self.ok * self.lr / self._momentum_correction
             return
         if mu:
             m = copied(self.zeros_like_parameters("momentum"))
@@ -141,11 +142,11 @@ class Bucket(Actor):
         here = self.params[0].device.type == "cpu" and self.metric.is_identity
         return bool(self.group["momentum"]) and plain and here
 
-    def _drift(self) -> None:
-        self.stride = self.ok * self.lr / self._momentum_correction
+    def _drift(self, params: Sequence[Tensor], index: Sequence[int]) -> None:
+        assert self.stride is not None
         share = self.stride * self._coasting
-        for p, m in zip(self.shelf.parts(self.params), self.zeros_like_parameters("momentum"), strict=True):
-            p.addcmul_(m, share, value=-1)
+        for p, i in zip(params, index, strict=True):
+            p.addcmul_(self._momentum[i], share, value=-1)
 
     def steer(self, seats: Sequence[int], answer: Answer) -> None:
         """The part that it has."""
@@ -156,6 +157,8 @@ class Bucket(Actor):
         assert self.stride is not None
         few, index = selected
         mu, theirs, w = self.group["momentum"], few.parts(few.params), answer.w
+        if self._drifts:
+            self._drift(theirs, index)
         taken = self.fictitious * (self.intake if mu and not self.looks_ahead else 1 + mu)
         gradients = self.preconditioned.select(index)
         if self.pending is None:
@@ -170,12 +173,25 @@ class Bucket(Actor):
         self.pending = self.preconditioned = None
         if not self.group["momentum"]:
             return
-        m = self.zeros_like_parameters("momentum")
-        if self.coasted is None:
-            self._coast(m)
-        else:
+        m, scale = self._momentum, self.fictitious * self.intake
+        if self.coasted is not None:
             torch._foreach_copy_(m, self.coasted)
-        self.gradients.add_each(m, self.steered, self.fictitious * self.intake)
+        elif m[0].device.type == "cpu":
+            self._settle_in_turn(m, scale)
+            return
+        else:
+            self._coast(m)
+        self.gradients.add_each(m, self.steered, scale)
+
+    def _settle_in_turn(self, m: list[Tensor], scale: float) -> None:
+        """As it is next to the cores when it has coasted."""
+        coasting = self._coasting
+        for index, w in self.steered:
+            self.gradients.select(index).add_to([m[i].mul_(coasting) for i in index], w, scale)
+
+    @cached_property
+    def _momentum(self) -> list[Tensor]:
+        return self.zeros_like_parameters("momentum")
 
     @property
     def _few_digits(self) -> bool:

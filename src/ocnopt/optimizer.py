@@ -407,7 +407,7 @@ class OCNOpt(Optimizer):
             before = torch.tensor(before, dtype=torch.float64)
         guarded = terms.runs_code_of_others and not whole_step.underway()
         seen, shelves = self._fallbacks.seen, self._roster.shelves
-        with Snapshot(players, self.state) if guarded else nullcontext() as snapshot:
+        with Snapshot(players, self.state, self._roster.spare) if guarded else nullcontext() as snapshot:
             problem = pose(players, stages, records, folded, self.state, samples, before, group, world, seen, shelves)
             if snapshot is not None:
                 # a second pass is over before state that is settled last goes on

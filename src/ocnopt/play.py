@@ -18,7 +18,7 @@ from ocnopt.distributed import World
 from ocnopt.games.live import Live, roll_out
 from ocnopt.groups import Samples
 from ocnopt.linalg import without_autocast
-from ocnopt.multi import copied
+from ocnopt.multi import Spare
 from ocnopt.phases import BELLMAN, ROLLOUT
 from ocnopt.players import Player
 from ocnopt.problem import Kernels, Problem
@@ -191,8 +191,10 @@ def _nonlinear(
 class Snapshot:
     """Puts parameters and state back as they were if the block raises: a second forward pass may fail in the middle."""
 
-    def __init__(self, players: Sequence[Player], state: MutableMapping[Tensor, dict[str, Any]]) -> None:
+    def __init__(self, players: Sequence[Player], state: MutableMapping[Tensor, dict[str, Any]], spare: Spare) -> None:
+        """``spare``: where copies are kept."""
         self.params, self.state = [p for player in players for p in player.params], state
+        self._spare = spare
         self.values: list[Tensor] | None = None
 
     def __enter__(self) -> Snapshot:
@@ -203,7 +205,7 @@ class Snapshot:
         """From here on numbers change; ``but``: state of which it is known that it does not before all is well."""
         tensors = [(own, k, v) for own in self.states for k, v in own.items() if isinstance(v, Tensor)]
         kept = [(own, k, v) for own, k, v in tensors if k not in but]
-        copies = copied([*self.params, *(v for _, _, v in kept)])
+        copies = self._spare.copied([*self.params, *(v for _, _, v in kept)])
         self.values = copies[: len(self.params)]
         for (own, key, _), copy in zip(kept, copies[len(self.params) :], strict=True):
             own[key] = copy
@@ -215,6 +217,7 @@ class Snapshot:
             return
         if self.values is not None:
             torch._foreach_copy_(self.params, self.values)
+        self._spare.let_go()  # the copies of the state are the state now
         for p, before in zip(self.params, self.states, strict=True):
             self.state[p].clear()
             self.state[p].update(before)
