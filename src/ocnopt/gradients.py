@@ -19,6 +19,7 @@ from torch import Tensor
 from ocnopt import whole_step
 from ocnopt.groups import Groups
 from ocnopt.layers.base import Adapter, Call
+from ocnopt.layers.outer import CACHED
 from ocnopt.multi import inner
 
 if TYPE_CHECKING:
@@ -179,10 +180,16 @@ class Explicit(GroupGradients):
         for i in (i for i in order if i not in short):
             self.select([i]).add_to([tensors[i]], weights[i], scale)
 
-    def preconditioned(self, metric: Metric) -> Explicit:
-        return self if metric.is_identity else Explicit(metric.solve(self.columns), self.fractions)
+    def preconditioned(self, metric: Metric) -> GroupGradients:
+        if metric.is_identity:
+            return self
+        if metric.diagonals is not None and self.columns[0].device.type == "cpu":
+            return Scaled(self, metric.diagonals)
+        return Explicit(metric.solve(self.columns), self.fractions)
 
     def kernels(self, other: GroupGradients) -> Tensor:
+        if isinstance(other, Scaled):
+            return other.kernels(self)
         assert isinstance(other, Explicit)
         return row_products([_rows(G) for G in self.columns], [_rows(G) for G in other.columns])
 
@@ -211,6 +218,46 @@ class Explicit(GroupGradients):
             assert grad is not None
             found[i] = _adding_up_to(grad, columns[i], fractions)
         return cls(found, fractions)
+
+
+class Scaled(GroupGradients):
+    """C^{-1} G of a diagonal C, which is not stored: on a CPU it takes longer to write down than to work out again."""
+
+    def __init__(self, G: Explicit, diagonals: Sequence[Tensor]) -> None:
+        self.G, self.diagonals, self.fractions = G, diagonals, G.fractions
+
+    def mix(self, w: Tensor) -> list[Tensor]:
+        found = self.G.mix(w)
+        torch._foreach_div_(found, list(self.diagonals))
+        return found
+
+    def add_to(self, tensors: Sequence[Tensor], w: Tensor, scale: float = 1.0, stride: Tensor | None = None) -> None:
+        for t, v, d in zip(tensors, self.G.mix(_times(w, stride)), self.diagonals, strict=True):
+            t.addcdiv_(v, d, value=scale)
+
+    def preconditioned(self, metric: Metric) -> GroupGradients:
+        raise TypeError("these have gone through a metric already")
+
+    def kernels(self, other: GroupGradients) -> Tensor:
+        """G'^T C^{-1} G."""
+        assert isinstance(other, Explicit)
+        pairs = zip(other.columns, self.G.columns, self.diagonals, strict=True)
+        return torch.stack([_scaled_products(_rows(x), _rows(y), d.reshape(-1)) for x, y, d in pairs])
+
+    def project(self, vectors: Sequence[Tensor]) -> Tensor:
+        return self.G.project(torch._foreach_div(list(vectors), list(self.diagonals)))
+
+    def select(self, parameters: Sequence[int]) -> Scaled:
+        return Scaled(self.G.select(parameters), [self.diagonals[i] for i in parameters])
+
+
+def _scaled_products(x: Tensor, y: Tensor, d: Tensor) -> Tensor:
+    """``[r, s]``: x D^{-1} y^T, some columns at a time, while these are next to the cores."""
+    width = max(CACHED // 4 // len(y), 1)
+    K, place = x.new_zeros(len(x), len(y)), y.new_empty(len(y), min(width, y.shape[1]))
+    for a, b, c in zip(x.split(width, 1), y.split(width, 1), d.split(width), strict=True):
+        K.addmm_(a, torch.div(b, c, out=place[:, : b.shape[1]]).T)
+    return K
 
 
 def _adding_up_to(grad: Tensor, columns: Tensor, fractions: Tensor) -> Tensor:

@@ -23,6 +23,8 @@ class Metric(ABC):
     is_identity: bool = False
     #: does :meth:`solve` return tensors that nobody else holds, and that may be overwritten?
     is_new: bool = False
+    #: C = diag(d): d, in the shape of the parameters
+    diagonals: list[Tensor] | None = None
 
     @abstractmethod
     def solve(self, vectors: Sequence[Tensor]) -> list[Tensor]:
