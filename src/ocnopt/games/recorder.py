@@ -16,6 +16,7 @@ from ocnopt.apart import apart, compiler, disabled
 from ocnopt.games.edges import Edges
 from ocnopt.games.expected import Read, Step, Walk, made_of
 from ocnopt.games.flow import Entry, Flow, Mode, Overwriting, Value, equal, filled, kind_of, short
+from ocnopt.games.plain import QUERIES
 from ocnopt.rng import RNGState
 from ocnopt.trees import mapped, tensors
 
@@ -31,7 +32,7 @@ class Recorder(TorchFunctionMode):
         devices: Iterable[torch.device] | None = None,
         expected: Flow | None = None,
         watched: Edges | None = None,
-        read: Read = lambda t, value, entry: t,
+        read: Read = lambda t, value, entry, alone: t,
     ) -> None:
         """``device``: the kind of that of the parameters. ``devices``: whose random numbers to keep where they are
         drawn; ``None``: of none. ``expected``: the flow that the pass is likely to have. ``watched``: edges of that
@@ -43,6 +44,7 @@ class Recorder(TorchFunctionMode):
         self.draws: dict[int, RNGState] = {}
         self._rng = None if devices is None else RNGState.capture(devices)
         self.unknown: str | None = None
+        self._asks = False  # has somebody been told numbers in tensors?
         self.constants: list[Tensor] = []
         self._device = device
         self._values: dict[int, Value] = {}
@@ -116,6 +118,8 @@ class Recorder(TorchFunctionMode):
                 self._bind(t, self._values[id(changed)])
         elif not written and made and (spec := self._spec(args, kwargs, func)) is not None:
             self._note("operation", func, spec, made, isinstance(out, Tensor))
+        elif not written and not made and func not in QUERIES:
+            self._asks = True
         return out
 
     def _follow(self, walk: Walk, step: Step, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -164,7 +168,7 @@ class Recorder(TorchFunctionMode):
             if value is None or value.turn not in turns or not t.requires_grad:
                 return t
             if id(t) not in aliases:
-                aliases[id(t)] = self._read(t, value.turn, place)
+                aliases[id(t)] = self._read(t, value.turn, place, False)
             return aliases[id(t)]
 
         both: tuple[Any, Any] = mapped(read, (args, kwargs))
@@ -208,6 +212,11 @@ class Recorder(TorchFunctionMode):
 
     def finish(self, output: Any, known: Iterable[Flow]) -> Flow:
         """The flow of this pass: one of those already known, if it did the same."""
+        flow = self._flow(output, known)
+        flow.asks = flow.asks or self._asks
+        return flow
+
+    def _flow(self, output: Any, known: Iterable[Flow]) -> Flow:
         outputs = [t for t in tensors(output) if t.is_floating_point()]
         if self._walk is not None:
             if not self._inside and self._walk.end(outputs):
