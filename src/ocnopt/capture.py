@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils.hooks import RemovableHandle
 
 from ocnopt import apart
@@ -58,7 +59,7 @@ class Tape:
         self.borrowed = False  # did gradients come from a pass with weights of somebody else's?
         self._borrows = False  # is such a pass under way?
         self.summed: Callable[[], Mapping[str, Adapter]] = dict  # see ``Pass.summed``
-        self.follower = Follower({name: modules[name] for name in self.measured})
+        self.follower = Follower(modules if self.measured == set(modules) else {})
         self.rollout: Rollout | None = None
         self.randomised: set[str] = set()  # modules that draw random numbers which their adapter must draw again
         self.current: Pass | None = None
@@ -221,10 +222,10 @@ class Tape:
         certain = None
         if need.flow or need.states:
             around = [type(mode) for mode in _get_current_function_mode_stack()]  # each may change what functions do
-            kinds = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in inputs]
-            this.given = (*kinds, *around)
-        if need.states and not need.whole and self._others.absent and _are_tensors(this):
-            certain = self.follower.certain(this.given, anatomy)
+            this.given = (*map(_kind_of, inputs), *around)
+            alone = self._others.absent and all(kind is DeviceContext for kind in around)
+            if need.states and not need.whole and alone and _are_tensors(this, inputs):
+                certain = self.follower.certain(this.given, anatomy)
         this.autocast = autocast = Autocast.of(anatomy)
         rng = AllRNG.none() if certain is not None else AllRNG.capture(anatomy.places.devices)
         this.rng = rng if need.calls or need.states else None
@@ -408,9 +409,17 @@ class Arrival:
             tape.settle(this)
 
 
-def _are_tensors(this: Pass) -> bool:
-    """Is the model given nothing but tensors, one after the other?"""
-    return not this.kwargs and all(type(t) is Tensor for t in this.args)
+def _kind_of(t: Tensor) -> tuple[Any, ...]:
+    """All of an input that code may know without knowing its numbers."""
+    strides = t.stride() if t.layout is torch.strided else t.layout
+    return t.shape, strides, t.dtype, t.device, t.requires_grad
+
+
+def _are_tensors(this: Pass, inputs: list[Tensor]) -> bool:
+    """Is the model given tensors, one after the other, and nothing else that code could ask for?"""
+    if this.kwargs or len(this.args) != len({*map(id, inputs)}):
+        return False
+    return all(type(t) is Tensor for t in this.args) and not any(map(vars, inputs))
 
 
 def _batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:

@@ -38,7 +38,7 @@ class Place:
             return None
         this = tape.current
         if (attendance := tape.follower.attendance) is not None and this is not None:
-            attendance.enter()
+            attendance.enter(name)
             plain = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
             return self._as_foreseen(this, module, occurrence, args, kwargs, plain)
         step = None

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from ocnopt.games.edges import Edges, occurrences
 from ocnopt.games.expected import Read
 from ocnopt.games.flow import Flow, arguments, equal, name_of, values_in
-from ocnopt.games.recorder import is_innermost
+from ocnopt.games.recorder import is_innermost, take_off
 from ocnopt.trees import mapped
 
 
@@ -87,10 +87,13 @@ class Attendance(TorchFunctionMode):
         self._missed = self._there = False
         self._listen()
 
-    def enter(self) -> None:
+    def enter(self, name: str) -> None:
         """A player is about to run."""
-        if self._there:
-            self._stand_aside()
+        self._missed = self._missed or bool(self._cues) or self.cues.order[self._calls : self._calls + 1] != [name]
+        self._cues = ()
+        if self._there and is_innermost(self):
+            torch._C._pop_torch_function_stack()
+            self._there = False
         self._calls += 1
 
     def leave(self) -> None:
@@ -98,22 +101,23 @@ class Attendance(TorchFunctionMode):
         self._listen()
 
     def end(self) -> bool:
-        """Has all come that was to?"""
-        self._stand_aside()
-        return not self._missed and self._calls == len(self.cues.order)
+        """Has all come that was to, and nothing else?"""
+        complete = not self._missed and not self._cues and self._calls == len(self.cues.order)
+        self._cues = ()
+        if self._there:
+            take_off(self)
+            self._there = False
+        return complete
 
     def _listen(self) -> None:
         cues = self.cues.after.get(self._calls)
-        if cues is not None:
-            self._cues, self._there = cues, True
-            self._counts.clear()
+        if cues is None:
+            return
+        self._cues = cues
+        self._counts.clear()
+        if not self._there:
             torch._C._push_on_torch_function_stack(self)
-
-    def _stand_aside(self) -> None:
-        self._missed = self._missed or bool(self._cues)
-        if self._there and is_innermost(self):
-            torch._C._pop_torch_function_stack()
-        self._there, self._cues = False, ()
+            self._there = True
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

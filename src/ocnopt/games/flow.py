@@ -88,7 +88,7 @@ class Flow:
     constants: dict[str, Tensor] = field(default_factory=dict)
     unknown: str | None = None  # why it could not be followed to its end
     fixed: str | None = None  # why its operations cannot be run again in another order
-    asks: bool = False  # has code of the model been told numbers in tensors?
+    asks: bool = False  # was code of the model told what may be otherwise: numbers in a tensor, or nothing was done?
     uses: int = 0  # of how many steps it was
     version: int = 0  # how often other numbers have been found in its code
     rounds: dict[Any, Any] = field(default_factory=dict)  # what follows from it, see Game

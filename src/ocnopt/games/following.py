@@ -49,13 +49,14 @@ class Follower:
     """Between :meth:`begin` and :meth:`end` everything is recorded; the flows of the last passes are remembered."""
 
     def __init__(self, players: Mapping[str, nn.Module]) -> None:
-        """``players``: whose insides nobody looks at."""
+        """``players``: whose insides nobody looks at. None: then nothing is certain."""
         self._players = players
         self._flows: list[Flow] = []
         self._habits: dict[Any, Habit] = {}  # by what the model is given
         self.recorder: Recorder | None = None  # is told where players begin and end
         self.attendance: Attendance | None = None  # of a pass that is certain, likewise
         self._settled: Settled | None = None  # how the model was set when the pass began
+        self._anatomy: Anatomy | None = None
         self._open: Anatomy | None = None  # of a model that may choose what it does
         self._random: RNGState | None = None
         self._draws = True  # does the model draw random numbers? Until the first pass is over it may
@@ -68,9 +69,9 @@ class Follower:
         if habit is None or habit.settled is None or self._draws or compiler() is not None:
             return None
         flow, watched = habit.expected(), habit.watched()
-        if flow is None or (flow.asking is None and watched is None):
+        if flow is None or (flow.asking is None if watched is None else flow.asks):
             return None
-        if not habit.settled.tells(flow) or not habit.settled.holds(anatomy):
+        if not habit.settled.holds(anatomy):
             return None
         if habit.cues is None or not habit.cues.fit(flow, watched):
             habit.cues = Cues(flow, watched, self._players)
@@ -92,8 +93,8 @@ class Follower:
         habit, self._random = self._habits.get(given), rng
         expected, watched = (None, None) if habit is None else (habit.expected(), habit.watched())
         device = anatomy.parameters[0].device.type if anatomy.parameters else "cpu"
-        self._settled = None
-        if expected is not None and anatomy is not self._open:
+        self._anatomy, self._settled = anatomy, None
+        if expected is not None and anatomy is not self._open and not self._draws and self._players:
             self._settled = Settled.of(anatomy, device, self._players.values())
             self._open = anatomy if self._settled is None else None
         self.recorder = Recorder(model, inputs, device, rng.states if self._draws else None, expected, watched, read)
@@ -127,7 +128,7 @@ class Follower:
             return None
         flow, this.draws = recorder.finish(output, self._flows), recorder.draws
         if recorder.follows is flow and (habit := self._habits.get(this.given)) is not None:
-            habit.settled = self._settled
+            self._settle(habit)
         flow.held.add(this)
         self._flows = [flow, *(other for other in self._flows[:7] if other is not flow)]  # the likeliest first
         drew = not self._random.same_as(RNGState.capture(self._random.states))
@@ -145,11 +146,17 @@ class Follower:
             return None
         flow = attendance.cues.flow
         if not complete:  # that it was certain was wrong
-            flow.asks = True
+            self._open = self._anatomy
             self._habits.clear()
             return None
         flow.held.add(this)
         return flow
+
+    def _settle(self, habit: Habit) -> None:
+        """It was known what a pass would do, and that is what it did."""
+        habit.settled = self._settled
+        if self._settled is not None and not self._settled.tells(habit.flow):
+            habit.settled, self._open = None, self._anatomy
 
     def look_again(self) -> None:
         """Other parameters are trained: what was a chain may be none."""

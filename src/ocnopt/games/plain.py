@@ -9,8 +9,10 @@ from __future__ import annotations
 import builtins
 import dis
 import math
-from collections.abc import Hashable, Iterable, Iterator
-from types import FunctionType, ModuleType
+from collections.abc import Hashable, Iterable, Sequence
+from functools import lru_cache
+from itertools import chain
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -18,26 +20,28 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ocnopt.entries import PLAIN, Entries
-from ocnopt.games.flow import Entry, Flow, values_in
+from ocnopt.games.edges import overwrites
+from ocnopt.games.flow import Flow, Overwriting
 
 #: what an instruction may do beside computing with what is at hand. Whatever else there is (closures, imports, contexts,
 #: assignments to attributes) may bring in something, or leave it behind
 _INSTRUCTIONS = frozenset(
     """
-    BINARY_OP BINARY_SLICE BINARY_SUBSCR BUILD_CONST_KEY_MAP BUILD_LIST BUILD_MAP BUILD_SLICE BUILD_TUPLE
-    CACHE CALL CALL_FUNCTION_EX CALL_KW COMPARE_OP CONTAINS_OP COPY DICT_MERGE END_FOR EXTENDED_ARG FOR_ITER GET_ITER
-    IS_OP JUMP_BACKWARD JUMP_BACKWARD_NO_INTERRUPT JUMP_FORWARD KW_NAMES LIST_APPEND LIST_EXTEND LIST_TO_TUPLE LOAD_ATTR
-    LOAD_COMMON_CONSTANT LOAD_CONST LOAD_FAST LOAD_FAST_AND_CLEAR LOAD_FAST_BORROW LOAD_FAST_BORROW_LOAD_FAST_BORROW
-    LOAD_FAST_CHECK LOAD_FAST_LOAD_FAST LOAD_GLOBAL LOAD_METHOD LOAD_SMALL_INT NOP NOT_TAKEN POP_ITER
-    POP_JUMP_BACKWARD_IF_FALSE POP_JUMP_BACKWARD_IF_NONE POP_JUMP_BACKWARD_IF_NOT_NONE POP_JUMP_BACKWARD_IF_TRUE
-    POP_JUMP_FORWARD_IF_FALSE POP_JUMP_FORWARD_IF_NONE POP_JUMP_FORWARD_IF_NOT_NONE POP_JUMP_FORWARD_IF_TRUE
-    POP_JUMP_IF_FALSE POP_JUMP_IF_NONE POP_JUMP_IF_NOT_NONE POP_JUMP_IF_TRUE POP_TOP PRECALL PUSH_NULL RESUME
-    RETURN_CONST RETURN_VALUE STORE_FAST STORE_FAST_LOAD_FAST STORE_FAST_STORE_FAST SWAP TO_BOOL UNARY_INVERT
-    UNARY_NEGATIVE UNARY_NOT UNPACK_SEQUENCE
+    BINARY_OP BINARY_SLICE BINARY_SUBSCR BUILD_CONST_KEY_MAP BUILD_LIST BUILD_MAP BUILD_SLICE BUILD_TUPLE CALL
+    CALL_FUNCTION_EX CALL_KW COMPARE_OP CONTAINS_OP COPY DICT_MERGE END_FOR EXTENDED_ARG FOR_ITER GET_ITER IS_OP
+    JUMP_BACKWARD JUMP_BACKWARD_NO_INTERRUPT JUMP_FORWARD JUMP_IF_FALSE_OR_POP JUMP_IF_TRUE_OR_POP KW_NAMES LIST_APPEND
+    LIST_EXTEND LIST_TO_TUPLE LOAD_ASSERTION_ERROR LOAD_ATTR LOAD_COMMON_CONSTANT LOAD_CONST LOAD_FAST
+    LOAD_FAST_AND_CLEAR LOAD_FAST_BORROW LOAD_FAST_BORROW_LOAD_FAST_BORROW LOAD_FAST_CHECK LOAD_FAST_LOAD_FAST
+    LOAD_GLOBAL LOAD_METHOD LOAD_SMALL_INT NOP NOT_TAKEN POP_ITER POP_JUMP_BACKWARD_IF_FALSE POP_JUMP_BACKWARD_IF_NONE
+    POP_JUMP_BACKWARD_IF_NOT_NONE POP_JUMP_BACKWARD_IF_TRUE POP_JUMP_FORWARD_IF_FALSE POP_JUMP_FORWARD_IF_NONE
+    POP_JUMP_FORWARD_IF_NOT_NONE POP_JUMP_FORWARD_IF_TRUE POP_JUMP_IF_FALSE POP_JUMP_IF_NONE POP_JUMP_IF_NOT_NONE
+    POP_JUMP_IF_TRUE POP_TOP PRECALL PUSH_NULL RAISE_VARARGS RESUME RETURN_CONST RETURN_VALUE STORE_FAST
+    STORE_FAST_LOAD_FAST STORE_FAST_STORE_FAST SWAP TO_BOOL UNARY_INVERT UNARY_NEGATIVE UNARY_NOT UNPACK_SEQUENCE
     """.split()
 )
+_ASKS = "LOAD_ATTR", "LOAD_METHOD"
 
-#: operations whose result follows from their arguments, and its shape from theirs
+#: operations whose result follows from their arguments, and its shape from theirs if the tensors hold real numbers
 _NAMES = """
     abs add addcmul addmm avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_max_pool2d
     baddbmm bmm cat celu chunk clamp clamp_min clamp_max concat contiguous cos cumsum div einsum elu exp expand flatten
@@ -46,8 +50,8 @@ _NAMES = """
     relu6 repeat reshape rms_norm rsqrt rsub scaled_dot_product_attention selu sigmoid silu sin softmax softplus
     softsign split sqrt square squeeze stack std sub sum t tanh transpose true_divide unbind unflatten unsqueeze
     var view view_as
-    __add__ __iadd__ __imul__ __isub__ __itruediv__ __matmul__ __mul__ __neg__ __pow__ __radd__ __rmul__ __rsub__
-    __rtruediv__ __sub__ __truediv__
+    __add__ __getitem__ __iadd__ __imul__ __isub__ __itruediv__ __matmul__ __mul__ __neg__ __pow__ __radd__ __rmul__
+    __rsub__ __rtruediv__ __sub__ __truediv__
 """.split()
 _OPERATIONS = frozenset(
     function
@@ -56,137 +60,176 @@ _OPERATIONS = frozenset(
     if callable(function := getattr(space, name, None))
 )
 
-#: of tensors, and no number in them is told
-_PROPERTIES = Tensor.shape, Tensor.ndim, Tensor.dtype, Tensor.device, Tensor.requires_grad
-QUERIES = frozenset(each.__get__ for each in _PROPERTIES) | {  # type: ignore[attr-defined]
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point,
-}  # fmt: skip
+#: of tensors: they follow from the shapes of others
+QUERIES = frozenset({
+    Tensor.shape.__get__, Tensor.ndim.__get__, Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__,  # type: ignore[attr-defined]
+})  # fmt: skip
 
-#: what may be read by a global name
-_FUNCTIONS = _OPERATIONS | {*filter(callable, vars(math).values()), Tensor, nn.Module} | {
+#: what may be called by a global name
+_FUNCTIONS = _OPERATIONS | {each for each in vars(math).values() if not isinstance(each, type) and callable(each)} | {
     getattr(builtins, name)
     for name in "abs bool enumerate float int isinstance len list max min range reversed sum tuple zip".split()
-}  # fmt: skip
-_TORCHS_OWN = frozenset(vars(nn.Module()))
+} | {Tensor, nn.Module}  # fmt: skip
+
+#: what torch gives modules, and mostly changes without replacing it. The last one is a list that nobody changes
+_OF_ALL_MODULES = frozenset(vars(nn.Module())) - {"training"} | {"_reversed_padding_repeated_twice"}
 #: names of a class that say nothing about what its instances do when they run
 _DESCRIPTIONS = frozenset(
     """
-    __annotate__ __annotate_func__ __annotations__ __annotations_cache__ __constants__ __dict__ __doc__
-    __firstlineno__ __init__ __module__ __orig_bases__ __parameters__ __qualname__ __repr__ __static_attributes__
-    __weakref__
+    __annotate__ __annotate_func__ __annotations__ __annotations_cache__ __conditional_annotations__ __constants__
+    __dict__ __doc__ __firstlineno__ __init__ __module__ __repr__ __static_attributes__ __weakref__
     """.split()
 )
-_ASKS = "LOAD_ATTR", "LOAD_METHOD"
+#: and those with which it would do something else when it is called, or asked for an attribute
+_INNER = {name for name in vars(nn.Module) if name.startswith("_")} | set(vars(nn.Module()))
+#: attributes of tensors, which are looked at as operations are, and of lists
+_OF_OTHERS = {name for name in dir(Tensor) if not name.startswith("_")} | {"append"}
 
 
 def is_constant(value: Any) -> bool:
     """Can it not be changed without being replaced?"""
-    return all(map(is_constant, value)) if isinstance(value, tuple) else isinstance(value, PLAIN)
+    return all(map(is_constant, value)) if type(value) in (tuple, torch.Size) else type(value) in PLAIN
 
 
 class Code:
     """The code of modules that are not torch's own, and what it may depend on."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], tensors: Iterable[Tensor]) -> None:
+        """``tensors``: those that they and others hold."""
         kinds = dict.fromkeys(map(type, modules))
-        self._attributes = [(kind, "forward") for kind in kinds]
-        self._globals: list[tuple[dict[str, Any], str]] = []
-        self.is_plain = not any(map(_is_special, kinds)) and all(self._follow(kinds))
-        self._known, self._entries = self._now(), Entries(self._globals)
+        self._classes = [vars(each) for each in dict.fromkeys(chain.from_iterable(map(_own_classes, kinds)))]
+        self._globals: list[tuple[Any, str]] = [(own, name) for own in self._classes for name in own]
+        self._absent: list[tuple[dict[str, Any], str]] = []  # global names that were those of builtins
+        self._functions: dict[FunctionType, None] = {}
+        self._names: set[str] = set()  # of all attributes that are asked for
+        self.is_plain = not any(map(_is_special, kinds)) and self._follow([kind.forward for kind in kinds])
+        self.is_plain = self.is_plain and all(map(self._says_nothing, tensors))
+        self._entries, self._known = Entries(self._globals), self._now()
+
+    def asks_only_for(self, settings: Iterable[str]) -> bool:
+        """Are all attributes that it asks for such settings, or what tensors and its classes have?"""
+        known = {*settings, *chain.from_iterable(self._classes)}
+        return all(name in known or name in _OF_OTHERS for name in self._names)
 
     def holds(self) -> bool:
         """Is it what it was?"""
+        if any(name in owner for owner, name in self._absent):
+            return False
         return self._now() == self._known and self._entries.untouched()
 
     def _now(self) -> list[Any]:
-        found = [getattr(kind, name, None) for kind, name in self._attributes]
-        return [getattr(each, "__code__", each) for each in found]
+        functions = [(f.__code__, f.__defaults__, f.__kwdefaults__, f.__dict__) for f in self._functions]
+        return [*functions, *map(len, self._classes), len(vars(Tensor))]
 
-    def _follow(self, kinds: Iterable[type]) -> Iterator[bool]:
-        """Is each function plain that may be called from another?"""
-        todo, seen = [getattr(*attribute) for attribute in self._attributes], set()
+    def _says_nothing(self, t: Tensor) -> bool:
+        """Has it no attributes but those of all tensors?"""
+        return type(t) in (Tensor, nn.Parameter) and self._names.isdisjoint(vars(t))
+
+    def _follow(self, todo: list[Any]) -> bool:
+        """Are all functions plain that may be called by these?"""
         while todo:
             function = todo.pop()
-            if function in seen:
+            if function in self._functions:
                 continue
-            seen.add(function)
-            called = _called(function, self._globals)
-            yield called is not None
-            functions, names = called or ([], set())
-            todo += functions
-            for kind, name in ((kind, name) for kind in kinds for name in names & _own_names(kind)):
-                self._attributes.append((kind, name))
-                if not is_constant(value := getattr(kind, name)):
-                    todo.append(value)
+            if not isinstance(function, FunctionType) or function.__closure__ or function.__kwdefaults__:
+                return False
+            reads = _reads(function.__code__)
+            if reads is None or vars(function) or not is_constant(function.__defaults__):
+                return False
+            self._functions[function] = None
+            values = [self._global(function.__globals__, path) for path in reads[0]]
+            for name in reads[1] - self._names:
+                self._names.add(name)
+                values += [own[name] for own in self._classes if name in own]
+            for value in values:
+                if isinstance(value, staticmethod) or (isinstance(value, FunctionType) and not _is_torchs(value)):
+                    todo.append(getattr(value, "__func__", value))
+                elif not _is_known(value):
+                    return False
+        return True
+
+    def _global(self, owner: dict[str, Any], path: Sequence[str]) -> Any:
+        """What is read by a global name: ``torch.nn.functional.relu`` is an attribute of an attribute of an attribute."""
+        if path[0] not in owner:
+            self._absent.append((owner, path[0]))
+            owner = vars(builtins)
+        for name in path[:-1]:
+            module = self._entry(owner, name)
+            if not isinstance(module, ModuleType):
+                return _UNKNOWN
+            owner = vars(module)
+        return self._entry(owner, path[-1])
+
+    def _entry(self, owner: dict[str, Any], name: str) -> Any:
+        if name not in owner:
+            return _UNKNOWN
+        self._globals.append((owner, name))
+        return owner[name]
 
 
-def _own_names(kind: type) -> set[str]:
-    """What a module has from its class, but for what it has from torch's."""
-    return {name for each in kind.__mro__ if not _is_torchs(each) and each is not object for name in vars(each)}
+_UNKNOWN = object()
+
+
+@lru_cache(1024)
+def _reads(code: CodeType) -> tuple[list[list[str]], frozenset[str]] | None:
+    """The global names that it reads, with attributes of theirs, and the names of all other attributes that it asks for;
+    ``None`` if it may depend on anything else.
+    """
+    paths: list[list[str]] = []
+    names, path = set(), None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname not in _INSTRUCTIONS:
+            return None
+        if instruction.opname == "LOAD_GLOBAL":
+            path = [str(instruction.argval)]
+            paths.append(path)
+        elif instruction.opname not in _ASKS:
+            path = None
+        elif path is not None:
+            path.append(str(instruction.argval))
+        else:
+            names.add(str(instruction.argval))
+    return paths, frozenset(names)
+
+
+def _own_classes(kind: type) -> list[type]:
+    """Those that a module has its methods from, but for torch's."""
+    return [each for each in kind.__mro__ if each is not object and not _is_torchs(each)]
 
 
 def _is_special(kind: type) -> bool:
     """Does it do something else than other modules when it is called, or asked for an attribute?"""
-    own = _own_names(kind) - _DESCRIPTIONS
-    return bool(own & {"_call_impl", "_wrapped_call_impl"}) or any(name.startswith("__") for name in own)
-
-
-def _called(function: Any, found: list[tuple[dict[str, Any], str]]) -> tuple[list[Any], set[str]] | None:
-    """The functions that one reads by name, and the names of all attributes that it asks for; ``None`` if it may depend
-    on anything else. ``found``: gets the global names that it reads.
-    """
-    if not isinstance(function, FunctionType) or function.__closure__:
-        return None
-    if not is_constant(function.__defaults__) or not is_constant(tuple((function.__kwdefaults__ or {}).values())):
-        return None
-    functions, names = [], set()
-    instructions = iter(list(dis.get_instructions(function)))
-    for instruction in instructions:
-        if instruction.opname not in _INSTRUCTIONS:
-            return None
-        if instruction.opname in _ASKS:
-            names.add(str(instruction.argval))
-        if instruction.opname != "LOAD_GLOBAL":
-            continue
-        name = str(instruction.argval)
-        if name in function.__globals__:
-            found.append((function.__globals__, name))
-        value = _value(function.__globals__.get(name, getattr(builtins, name, None)), instructions)
-        if isinstance(value, FunctionType) and not _is_torchs(value):
-            functions.append(value)
-        elif not _is_known(value):
-            return None
-    return functions, names
-
-
-def _value(value: Any, following: Iterator[dis.Instruction]) -> Any:
-    """What is read by a global name: ``torch.nn.functional.relu`` is an attribute of an attribute of an attribute."""
-    while isinstance(value, ModuleType) and (asks := next(following)).opname in _ASKS:
-        value = getattr(value, str(asks.argval), None)
-    return value
+    own = {*chain.from_iterable(map(vars, _own_classes(kind)))} - _DESCRIPTIONS
+    return type(kind) is not type or not own.isdisjoint(_INNER) or any(name.startswith("__") for name in own)
 
 
 def _is_known(value: Any) -> bool:
-    return is_constant(value) or (callable(value) and isinstance(value, Hashable) and value in _FUNCTIONS)
+    return is_constant(value) or (isinstance(value, Hashable) and value in _FUNCTIONS)
 
 
 def _is_torchs(what: FunctionType | type) -> bool:
     return (what.__module__ or "").partition(".")[0] == "torch"
 
 
-def has_constants_only(module: nn.Module) -> bool:
-    """Are all settings that somebody's code has given a module what they are until they are replaced?"""
-    return all(is_constant(value) for name, value in vars(module).items() if name not in _TORCHS_OWN)
+def settings_of(module: nn.Module) -> dict[str, Any]:
+    """What its code has given a module."""
+    return {name: value for name, value in vars(module).items() if name not in _OF_ALL_MODULES}
 
 
 def has_no_choice(flow: Flow) -> bool:
     """Does plain code that did this do it whenever it is given the like? It was told no number in a tensor, and no shape
-    that depends on one.
+    that depends on one; and it does not write to what it was given, which may be one tensor twice.
     """
-    return not flow.asks and all(_is_sure(entry) for entry in flow.entries if entry.kind == "operation")
-
-
-def _is_sure(entry: Entry) -> bool:
-    if entry.target is Tensor.__getitem__:  # a mask picks as many numbers as it likes
-        return not values_in(entry.args[1:])
-    return entry.target in _OPERATIONS
+    if flow.asks or flow.constants:
+        return False
+    for node in flow.graph.nodes:
+        target, read = node.target, node.all_input_nodes
+        if node.op != "call_function" or node.meta["entry"] < 0:
+            continue
+        if isinstance(target, Overwriting):
+            target = target.func
+            if any(source.op == "placeholder" and overwrites(node, source) for source in read):
+                return False
+        if target not in _OPERATIONS or any(source.meta["kind"] != "real" for source in read):
+            return False
+    return True

@@ -44,7 +44,7 @@ class Recorder(TorchFunctionMode):
         self.draws: dict[int, RNGState] = {}
         self._rng = None if devices is None else RNGState.capture(devices)
         self.unknown: str | None = None
-        self._asks = False  # has somebody been told numbers in tensors?
+        self._asks = False  # see :class:`Flow`
         self.constants: list[Tensor] = []
         self._device = device
         self._values: dict[int, Value] = {}
@@ -104,6 +104,7 @@ class Recorder(TorchFunctionMode):
         if written:  # buffers are put back before another pass
             written = [i for i in written if id(into[i]) not in self._buffers]
         if not written and (same := _given_back(func, into, tensors(given), out)) is not None:
+            self._asks = True
             return same
         if written or made:
             self._leave_path()
@@ -342,6 +343,16 @@ def is_innermost(mode: TorchFunctionMode) -> bool:
     """Is it the first to see what is called now?"""
     count = torch._C._len_torch_function_stack()
     return count > 0 and torch._C._get_function_stack_at(count - 1) is mode
+
+
+def take_off(mode: TorchFunctionMode) -> None:
+    """It is to see nothing more, wherever it stands among others."""
+    above = []
+    while not is_innermost(mode):
+        above.append(torch._C._pop_torch_function_stack())
+    torch._C._pop_torch_function_stack()
+    for each in reversed(above):
+        torch._C._push_on_torch_function_stack(each)
 
 
 def _given_back(func: Any, into: list[Tensor], read: list[Tensor], out: Any) -> Tensor | None:

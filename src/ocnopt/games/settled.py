@@ -7,8 +7,11 @@ layers, activations and poolings have no such code, and that of a residual block
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules import (
     activation,
     batchnorm,
@@ -25,9 +28,9 @@ from torch.nn.modules import (
 )
 
 from ocnopt.anatomy import Anatomy, modules_of
-from ocnopt.entries import PLAIN, Entries
+from ocnopt.entries import Entries
 from ocnopt.games.flow import Flow, Mode
-from ocnopt.games.plain import Code, has_constants_only, has_no_choice
+from ocnopt.games.plain import Code, has_no_choice, is_constant, settings_of
 
 _ROOMS = (
     activation, batchnorm, conv, dropout, flatten, instancenorm, linear, normalization, padding, pixelshuffle, pooling,
@@ -39,18 +42,23 @@ _KNOWN: frozenset[type] = frozenset(
     for room in _ROOMS
     for kind in (getattr(room, name) for name in room.__all__)
     if isinstance(kind, type) and not issubclass(kind, (nn.MultiheadAttention, nn.modules.lazy.LazyModuleMixin))
-) | {nn.Sequential, nn.Identity, nn.ModuleList}
+) | {nn.Sequential, nn.Identity, nn.ModuleList, nn.ModuleDict}
 
 
 class Settled:
     """The settings of such a model at one moment, its code, and what it is to run under."""
 
-    def __init__(self, anatomy: Anatomy, device: str, code: Code | None) -> None:
-        self._anatomy, self._device, self._mode, self._code = anatomy, device, Mode.now(device), code
+    def __init__(
+        self, anatomy: Anatomy, device: str, settings: list[dict[str, Any]], stores: list[Any], code: Code | None
+    ) -> None:
+        """``settings``: of each module. ``stores``: of what code asks for by name."""
+        self._anatomy, self._device, self._stores, self._code = anatomy, device, stores, code
         self._owners = [vars(module) for module in anatomy.modules]
-        self._sizes = [*map(len, self._owners)]  # what is new, such as another ``forward``, makes one larger
-        settings = [(own, name) for own in self._owners for name, value in own.items() if isinstance(value, PLAIN)]
-        self._settings = Entries(settings)
+        pairs = zip(self._owners, settings, strict=True)
+        self._settings = Entries([(own, name) for own, theirs in pairs for name in theirs])
+        self._tensors = [p for p in anatomy.parameters if p.dim() > 1]
+        self._kinds = dict.fromkeys(map(type, anatomy.modules))
+        self._known = self._now()
 
     @classmethod
     def of(cls, anatomy: Anatomy, device: str, players: Iterable[nn.Module]) -> Settled | None:
@@ -61,12 +69,17 @@ class Settled:
         if not all(type(part) in _KNOWN for player in players for part in modules_of(player)):
             return None
         others = [module for module in anatomy.modules if type(module) not in _KNOWN]
-        settings = (vars(module).items() for module in anatomy.modules)
-        plain = all(isinstance(value, PLAIN) for own in settings for name, value in own if not name.startswith("_"))
-        if not plain or not all(map(has_constants_only, others)):
+        settings = [settings_of(module) for module in anatomy.modules]
+        if not all(is_constant(value) for own in settings for value in own.values()):
             return None
-        code = Code(others) if others else None
-        return cls(anatomy, device, code) if code is None or code.is_plain else None
+        if not others:
+            return cls(anatomy, device, settings, [], None)
+        code = Code(others, anatomy.tensors)
+        holders = [module for module in anatomy.modules if type(module) is not nn.Sequential]
+        stores = [store for m in holders for store in (m._modules, m._parameters, m._buffers) if store]
+        if not code.is_plain or not code.asks_only_for(chain.from_iterable([*settings, *stores])):
+            return None
+        return cls(anatomy, device, settings, stores, code)
 
     def tells(self, flow: Flow) -> bool:
         """Is that what it is going to do whenever it is so set? It is what it did once."""
@@ -74,6 +87,17 @@ class Settled:
 
     def holds(self, anatomy: Anatomy) -> bool:
         """Are these the same modules, and is all as it was?"""
-        same = anatomy is self._anatomy and Mode.now(self._device) == self._mode
-        same = same and (self._code is None or self._code.holds())
-        return same and [*map(len, self._owners)] == self._sizes and self._settings.unchanged()
+        return (
+            anatomy is self._anatomy
+            and self._now() == self._known
+            and self._settings.untouched()
+            and (self._code is None or self._code.holds())
+        )
+
+    def _now(self) -> list[Any]:
+        modes = Mode.now(self._device), nn.Module.__call__
+        sizes = map(len, self._owners)  # what is new, such as another ``forward``, makes one larger
+        forwards = [kind.forward for kind in self._kinds]
+        names = chain.from_iterable(self._stores)  # by which code asks for modules and tensors
+        strides = map(Tensor.stride, self._tensors)  # they tell whether something is a view or a copy
+        return [*modes, *sizes, *map(type, self._anatomy.modules), *forwards, *names, *strides, *vars(F).values()]
