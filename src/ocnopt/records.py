@@ -119,6 +119,7 @@ class Pass:
 
     def end(self, flow: Flow | None, chain: bool) -> None:
         self.flow, self.chain = flow, chain
+        self.readings = dict(sorted(self.readings.items()))  # in one order, whoever watched
         self.foreseen = self.watched is not None and self.watched.flow is flow
         self.compared = chain or self.whole or self.foreseen
 

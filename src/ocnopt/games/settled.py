@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules import module as torch_module
 from torch.nn.modules import (
     activation,
     batchnorm,
@@ -57,6 +58,8 @@ class Settled:
         pairs = zip(self._owners, settings, strict=True)
         self._settings = Entries([(own, name) for own, theirs in pairs for name in theirs])
         self._tensors = [p for p in anatomy.parameters if p.dim() > 1]
+        places = *self._owners, vars(torch_module)
+        self._hooks = [own[name] for own in places for name in own if name.endswith(("backward_hooks", "backward_pre_hooks"))]
         self._kinds = dict.fromkeys(map(type, anatomy.modules))
         self._known = self._now()
 
@@ -86,9 +89,10 @@ class Settled:
         return not flow.constants and (self._code is None or has_no_choice(flow))
 
     def holds(self, anatomy: Anatomy) -> bool:
-        """Are these the same modules, and is all as it was?"""
+        """Are these the same modules, is all as it was, and does nobody come between them in the backward pass?"""
         return (
             anatomy is self._anatomy
+            and not any(self._hooks)
             and self._now() == self._known
             and self._settings.untouched()
             and (self._code is None or self._code.holds())
