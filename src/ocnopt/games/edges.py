@@ -54,7 +54,7 @@ class Edges:
         backward pass comes by.
         """
         sources = dict.fromkeys(source for source, _ in (*self.into_players, *self.into_operations))
-        return any(overwrites(user, source) for source in sources for user in source.users)
+        return any(_overwrites(user, source) for source in sources for user in source.users)
 
     def among(self, others: Edges) -> bool:
         """Are these all edges of the same flow that are read, too?"""
@@ -73,7 +73,7 @@ class Edges:
         return self._of_operations.get(entry, _NONE)
 
 
-def overwrites(user: fx.Node, source: fx.Node) -> bool:
+def _overwrites(user: fx.Node, source: fx.Node) -> bool:
     if not isinstance(user.target, Overwriting):
         return False
     read: list[fx.Node] = []

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ocnopt.entries import PLAIN, Entries
-from ocnopt.games.edges import overwrites
 from ocnopt.games.flow import Flow, Overwriting
 
 #: what an instruction may do beside computing with what is at hand. Whatever else there is (closures, imports, contexts,
@@ -97,6 +96,7 @@ class Code:
     def __init__(self, modules: Sequence[nn.Module], tensors: Iterable[Tensor]) -> None:
         """``tensors``: those that they and others hold."""
         kinds = dict.fromkeys(map(type, modules))
+        self._lines = [[vars(each) for each in _own_classes(kind)] for kind in kinds]  # of inheritance
         self._classes = [vars(each) for each in dict.fromkeys(chain.from_iterable(map(_own_classes, kinds)))]
         self._globals: list[tuple[Any, str]] = [(own, name) for own in self._classes for name in own]
         self._absent: list[tuple[dict[str, Any], str]] = []  # global names that were those of builtins
@@ -140,7 +140,7 @@ class Code:
             values = [self._global(function.__globals__, path) for path in reads[0]]
             for name in reads[1] - self._names:
                 self._names.add(name)
-                values += [own[name] for own in self._classes if name in own]
+                values += chain.from_iterable([[own[name] for own in line if name in own][:1] for line in self._lines])
             for value in values:
                 if isinstance(value, staticmethod) or (isinstance(value, FunctionType) and not _is_torchs(value)):
                     todo.append(getattr(value, "__func__", value))
@@ -218,18 +218,14 @@ def settings_of(module: nn.Module) -> dict[str, Any]:
 
 def has_no_choice(flow: Flow) -> bool:
     """Does plain code that did this do it whenever it is given the like? It was told no number in a tensor, and no shape
-    that depends on one; and it does not write to what it was given, which may be one tensor twice.
+    that depends on one.
     """
     if flow.asks or flow.constants:
         return False
     for node in flow.graph.nodes:
-        target, read = node.target, node.all_input_nodes
         if node.op != "call_function" or node.meta["entry"] < 0:
             continue
-        if isinstance(target, Overwriting):
-            target = target.func
-            if any(source.op == "placeholder" and overwrites(node, source) for source in read):
-                return False
-        if target not in _OPERATIONS or any(source.meta["kind"] != "real" for source in read):
+        target = node.target.func if isinstance(node.target, Overwriting) else node.target
+        if target not in _OPERATIONS or any(read.meta["kind"] != "real" for read in node.all_input_nodes):
             return False
     return True
