@@ -127,19 +127,16 @@ def test_some_passes_are_looked_at_and_some_are_not(rank: int, monkeypatch: pyte
 
 
 class Twice(nn.Module):
-    """What ``a`` reads is overwritten, what ``b`` reads is read by a sum, what ``c`` reads is returned; ``d`` is alone."""
+    """What ``b`` reads is read by a sum, too, and what ``c`` reads is returned; ``d`` is alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.into, self.a, self.b, self.c, self.d = nn.Linear(IN, 3), *(nn.Linear(3, 3) for _ in range(4))
 
     def forward(self, x: Tensor) -> Any:
-        first = torch.tanh(self.into(x)) * 1.0
-        second = torch.tanh(self.a(first))
+        second = torch.tanh(self.a(torch.tanh(self.into(x))))
         third = torch.tanh(self.b(second)) + second
-        first.mul_(0.5)
-        out = self.d(torch.tanh(self.c(third)))
-        return out + first, third
+        return self.d(torch.tanh(self.c(third))), third
 
 
 def test_who_reads_alone_needs_no_alias() -> None:

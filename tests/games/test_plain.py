@@ -345,22 +345,37 @@ def test_code_that_may_choose_is_looked_at(block: Callable[..., Any]) -> None:
     assert _is_looked_at(code(block))
 
 
-class Listed(Wired):
+class Holding(Wired):
+    things: Any
+
+    def block(self, z: Tensor) -> Tensor:
+        return z + self.b(self.a(z)) * (1.0 if self.things else 2.0)
+
+
+class Listed(Holding):
     def __init__(self) -> None:
         super().__init__()
-        self.things: list[int] = []
+        self.things = [1]
 
 
-class Nested(Wired):
+class Nested(Holding):
     def __init__(self) -> None:
         super().__init__()
-        self.things: tuple[list[int]] = ([],)
+        self.things = ([1],)
 
 
-class Counted(Wired):
+class Counted(Holding):
     def __init__(self) -> None:
         super().__init__()
-        self.number = type("Number", (int,), {})(3)
+        self.things = type("Number", (int,), {})(3)
+
+
+class Built(Wired):
+    """What its code does not ask for may be anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_layer, self.sizes = nn.BatchNorm1d, [1]
 
 
 class Asked(Wired):
@@ -408,7 +423,9 @@ class OfMeta(Wired, metaclass=Meta):
 
 
 @pytest.mark.parametrize(
-    "kind", [Listed, Nested, Counted, Asked, Answering, Calling, Training, Tagged, OfMeta], ids=lambda kind: kind.__name__
+    "kind",
+    [Listed, Nested, Counted, Asked, Answering, Calling, Training, Tagged, OfMeta],
+    ids=lambda kind: kind.__name__,
 )
 def test_odd_modules_are_looked_at(kind: Any) -> None:
     if kind is Tagged:

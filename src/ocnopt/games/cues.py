@@ -1,5 +1,5 @@
-"""A pass of which it is certain what it does: nobody looks at what, and operations at the ends of watched edges are known
-by when they come.
+"""A pass of which it is certain what it does: nobody looks at that, and operations at the ends of watched edges are
+known by when they come.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def _cues(flow: Flow, edges: Edges) -> dict[int, list[Cue]]:
             if turns := edges.into_operation(place):
                 read = enumerate(values_in((entry.args, entry.kwargs)))
                 wanted = {i: value.turn for i, value in read if value.turn in turns}
-                found.setdefault(calls, []).append(Cue(entry.target, counts[entry.target], place, wanted, alone & turns))
+                found.setdefault(calls, []).append(
+                    Cue(entry.target, counts[entry.target], place, wanted, alone & turns)
+                )
             counts[entry.target] += 1
     return found
 

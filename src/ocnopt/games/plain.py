@@ -1,7 +1,7 @@
 """Code that does the same whenever it is given the same, as far as its bytecode tells.
 
-Most ``forward`` methods call the modules that they hold and compute with what comes out. Where one reads nothing but its
-arguments, settings of modules and functions of torch, and is never told a number in a tensor, it has no choice.
+Most ``forward`` methods call the modules that they hold and compute with what comes out. Where one reads nothing but
+its arguments, settings of modules and functions of torch, and is never told a number in a tensor, it has no choice.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 from collections.abc import Hashable, Iterable, Sequence
 from functools import lru_cache
 from itertools import chain
+from operator import is_
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -22,9 +23,14 @@ from torch.nn import functional as F
 from ocnopt.entries import PLAIN, Entries
 from ocnopt.games.flow import Flow, Overwriting
 
-#: what an instruction may do beside computing with what is at hand. Whatever else there is (closures, imports, contexts,
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+#: instructions that compute with what is at hand, or ask for more. Whatever else there is (closures, imports, contexts,
 #: assignments to attributes) may bring in something, or leave it behind
-_INSTRUCTIONS = frozenset(
+_INSTRUCTIONS = _words(
     """
     BINARY_OP BINARY_SLICE BINARY_SUBSCR BUILD_CONST_KEY_MAP BUILD_LIST BUILD_MAP BUILD_SLICE BUILD_TUPLE CALL
     CALL_FUNCTION_EX CALL_KW COMPARE_OP CONTAINS_OP COPY DICT_MERGE END_FOR EXTENDED_ARG FOR_ITER GET_ITER IS_OP
@@ -36,12 +42,13 @@ _INSTRUCTIONS = frozenset(
     POP_JUMP_FORWARD_IF_NOT_NONE POP_JUMP_FORWARD_IF_TRUE POP_JUMP_IF_FALSE POP_JUMP_IF_NONE POP_JUMP_IF_NOT_NONE
     POP_JUMP_IF_TRUE POP_TOP PRECALL PUSH_NULL RAISE_VARARGS RESUME RETURN_CONST RETURN_VALUE STORE_FAST
     STORE_FAST_LOAD_FAST STORE_FAST_STORE_FAST SWAP TO_BOOL UNARY_INVERT UNARY_NEGATIVE UNARY_NOT UNPACK_SEQUENCE
-    """.split()
+    """
 )
 _ASKS = "LOAD_ATTR", "LOAD_METHOD"
 
 #: operations whose result follows from their arguments, and its shape from theirs if the tensors hold real numbers
-_NAMES = """
+_NAMES = _words(
+    """
     abs add addcmul addmm avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_max_pool2d
     baddbmm bmm cat celu chunk clamp clamp_min clamp_max concat contiguous cos cumsum div einsum elu exp expand flatten
     float gelu glu hardsigmoid hardswish hardtanh interpolate layer_norm leaky_relu log log_softmax logsigmoid logsumexp
@@ -51,7 +58,8 @@ _NAMES = """
     var view view_as
     __add__ __getitem__ __iadd__ __imul__ __isub__ __itruediv__ __matmul__ __mul__ __neg__ __pow__ __radd__ __rmul__
     __rsub__ __rtruediv__ __sub__ __truediv__
-""".split()
+    """
+)
 _OPERATIONS = frozenset(
     function
     for name in (variant for each in _NAMES for variant in (each, f"{each}_"))
@@ -67,22 +75,22 @@ QUERIES = frozenset({
 #: what may be called by a global name
 _FUNCTIONS = _OPERATIONS | {each for each in vars(math).values() if not isinstance(each, type) and callable(each)} | {
     getattr(builtins, name)
-    for name in "abs bool enumerate float int isinstance len list max min range reversed sum tuple zip".split()
+    for name in _words("abs bool enumerate float int isinstance len list max min range reversed sum tuple zip")
 } | {Tensor, nn.Module}  # fmt: skip
 
 #: what torch gives modules, and mostly changes without replacing it. The last one is a list that nobody changes
 _OF_ALL_MODULES = frozenset(vars(nn.Module())) - {"training"} | {"_reversed_padding_repeated_twice"}
 #: names of a class that say nothing about what its instances do when they run
-_DESCRIPTIONS = frozenset(
+_DESCRIPTIONS = _words(
     """
     __annotate__ __annotate_func__ __annotations__ __annotations_cache__ __conditional_annotations__ __constants__
     __dict__ __doc__ __firstlineno__ __init__ __module__ __repr__ __static_attributes__ __weakref__
-    """.split()
+    """
 )
 #: and those with which it would do something else when it is called, or asked for an attribute
 _INNER = {name for name in vars(nn.Module) if name.startswith("_")} | set(vars(nn.Module()))
-#: attributes of tensors, which are looked at as operations are, and of lists
-_OF_OTHERS = {name for name in dir(Tensor) if not name.startswith("_")} | {"append"}
+#: attributes of tensors, which are looked at as operations are, of lists and of dictionaries
+_OF_OTHERS = {name for name in dir(Tensor) if not name.startswith("_")} | {"append", "extend", "items", "keys"}
 
 
 def is_constant(value: Any) -> bool:
@@ -90,12 +98,16 @@ def is_constant(value: Any) -> bool:
     return all(map(is_constant, value)) if type(value) in (tuple, torch.Size) else type(value) in PLAIN
 
 
+def kinds_of(modules: Iterable[nn.Module]) -> list[type[nn.Module]]:
+    return list(dict.fromkeys(map(type, modules)))
+
+
 class Code:
     """The code of modules that are not torch's own, and what it may depend on."""
 
     def __init__(self, modules: Sequence[nn.Module], tensors: Iterable[Tensor]) -> None:
         """``tensors``: those that they and others hold."""
-        kinds = dict.fromkeys(map(type, modules))
+        kinds = kinds_of(modules)
         self._lines = [[vars(each) for each in _own_classes(kind)] for kind in kinds]  # of inheritance
         self._classes = [vars(each) for each in dict.fromkeys(chain.from_iterable(map(_own_classes, kinds)))]
         self._globals: list[tuple[Any, str]] = [(own, name) for own in self._classes for name in own]
@@ -106,20 +118,25 @@ class Code:
         self.is_plain = self.is_plain and all(map(self._says_nothing, tensors))
         self._entries, self._known = Entries(self._globals), self._now()
 
-    def asks_only_for(self, settings: Iterable[str]) -> bool:
-        """Are all attributes that it asks for such settings, or what tensors and its classes have?"""
-        known = {*settings, *chain.from_iterable(self._classes)}
-        return all(name in known or name in _OF_OTHERS for name in self._names)
+    def asks_only_for(self, names: Iterable[str], settings: Iterable[tuple[str, Any]]) -> bool:
+        """Are all attributes that it asks for those of tensors or its classes, of these names, or settings that cannot
+        be changed without being replaced?
+        """
+        mine = [(name, is_constant(value)) for name, value in settings if name in self._names]
+        known = _OF_OTHERS.union(names, dict(mine), *self._classes)
+        return self._names <= known and all(constant for _, constant in mine)
 
     def holds(self) -> bool:
         """Is it what it was?"""
         if any(name in owner for owner, name in self._absent):
             return False
-        return self._now() == self._known and self._entries.untouched()
+        sizes, parts = self._now()
+        return sizes == self._known[0] and all(map(is_, parts, self._known[1])) and self._entries.untouched()
 
-    def _now(self) -> list[Any]:
-        functions = [(f.__code__, f.__defaults__, f.__kwdefaults__, f.__dict__) for f in self._functions]
-        return [*functions, *map(len, self._classes), len(vars(Tensor))]
+    def _now(self) -> tuple[list[int], list[Any]]:
+        sizes = [*map(len, self._classes), len(vars(Tensor)), *[len(f.__dict__) for f in self._functions]]
+        parts = [(f.__code__, f.__defaults__, f.__kwdefaults__) for f in self._functions]
+        return sizes, [*chain.from_iterable(parts)]
 
     def _says_nothing(self, t: Tensor) -> bool:
         """Has it no attributes but those of all tensors?"""
@@ -131,10 +148,10 @@ class Code:
             function = todo.pop()
             if function in self._functions:
                 continue
-            if not isinstance(function, FunctionType) or function.__closure__ or function.__kwdefaults__:
+            if not isinstance(function, FunctionType) or function.__closure__:
                 return False
             reads = _reads(function.__code__)
-            if reads is None or vars(function) or not is_constant(function.__defaults__):
+            if reads is None or vars(function) or not is_constant((function.__defaults__, function.__kwdefaults__)):
                 return False
             self._functions[function] = None
             values = [self._global(function.__globals__, path) for path in reads[0]]
@@ -149,7 +166,7 @@ class Code:
         return True
 
     def _global(self, owner: dict[str, Any], path: Sequence[str]) -> Any:
-        """What is read by a global name: ``torch.nn.functional.relu`` is an attribute of an attribute of an attribute."""
+        """What is read by a global name; ``torch.nn.functional.relu`` is an attribute three times over."""
         if path[0] not in owner:
             self._absent.append((owner, path[0]))
             owner = vars(builtins)
@@ -172,8 +189,8 @@ _UNKNOWN = object()
 
 @lru_cache(1024)
 def _reads(code: CodeType) -> tuple[list[list[str]], frozenset[str]] | None:
-    """The global names that it reads, with attributes of theirs, and the names of all other attributes that it asks for;
-    ``None`` if it may depend on anything else.
+    """The global names that it reads, with attributes of theirs, and the names of all other attributes that it asks
+    for; ``None`` if it may depend on anything else.
     """
     paths: list[list[str]] = []
     names, path = set(), None
@@ -217,8 +234,8 @@ def settings_of(module: nn.Module) -> dict[str, Any]:
 
 
 def has_no_choice(flow: Flow) -> bool:
-    """Does plain code that did this do it whenever it is given the like? It was told no number in a tensor, and no shape
-    that depends on one.
+    """Does plain code that did this do it whenever it is given the like? It was told no number in a tensor, and no
+    shape that depends on one.
     """
     if flow.asks or flow.constants:
         return False

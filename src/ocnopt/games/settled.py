@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules import module as torch_module
 from torch.nn.modules import (
     activation,
     batchnorm,
@@ -27,11 +26,12 @@ from torch.nn.modules import (
     pooling,
     upsampling,
 )
+from torch.nn.modules import module as torch_module
 
 from ocnopt.anatomy import Anatomy, modules_of
 from ocnopt.entries import Entries
 from ocnopt.games.flow import Flow, Mode
-from ocnopt.games.plain import Code, has_no_choice, is_constant, settings_of
+from ocnopt.games.plain import Code, has_no_choice, is_constant, kinds_of, settings_of
 
 _ROOMS = (
     activation, batchnorm, conv, dropout, flatten, instancenorm, linear, normalization, padding, pixelshuffle, pooling,
@@ -59,8 +59,10 @@ class Settled:
         self._settings = Entries([(own, name) for own, theirs in pairs for name in theirs])
         self._tensors = [p for p in anatomy.parameters if p.dim() > 1]
         places = *self._owners, vars(torch_module)
-        self._hooks = [own[name] for own in places for name in own if name.endswith(("backward_hooks", "backward_pre_hooks"))]
-        self._kinds = dict.fromkeys(map(type, anatomy.modules))
+        self._hooks = [
+            own[name] for own in places for name in own if name.endswith(("backward_hooks", "backward_pre_hooks"))
+        ]
+        self._kinds = kinds_of(anatomy.modules)
         self._known = self._now()
 
     @classmethod
@@ -73,16 +75,17 @@ class Settled:
             return None
         others = [module for module in anatomy.modules if type(module) not in _KNOWN]
         settings = [settings_of(module) for module in anatomy.modules]
-        if not all(is_constant(value) for own in settings for value in own.values()):
+        torchs = [own for module, own in zip(anatomy.modules, settings, strict=True) if type(module) in _KNOWN]
+        if not all(is_constant(value) for own in torchs for value in own.values()):
             return None
         if not others:
             return cls(anatomy, device, settings, [], None)
         code = Code(others, anatomy.tensors)
         holders = [module for module in anatomy.modules if type(module) is not nn.Sequential]
         stores = [store for m in holders for store in (m._modules, m._parameters, m._buffers) if store]
-        if not code.is_plain or not code.asks_only_for(chain.from_iterable([*settings, *stores])):
-            return None
-        return cls(anatomy, device, settings, stores, code)
+        given = chain.from_iterable([own.items() for own in settings])
+        sure = code.is_plain and code.asks_only_for(chain.from_iterable(stores), given)
+        return cls(anatomy, device, settings, stores, code) if sure else None
 
     def tells(self, flow: Flow) -> bool:
         """Is that what it is going to do whenever it is so set? It is what it did once."""
