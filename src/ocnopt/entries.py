@@ -28,7 +28,7 @@ class Entries:
         """Is every value equal to what it was?"""
         try:
             return self._now() == self.values
-        except KeyError:  # one is gone
+        except Exception:  # one is gone, or cannot be compared, such as a tensor
             return False
 
     def untouched(self) -> bool:

@@ -143,6 +143,7 @@ def _miscounted(things: Any) -> int:
 CHANGES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
     "setting": (residual, lambda m: patch.object(m, "k", None)),
     "setting, equal": (typed, lambda m: patch.object(m, "k", 0.0)),
+    "setting, no constant": (residual, lambda m: patch.object(m, "k", torch.ones(2))),
     "new setting": (chosen, lambda m: patch.object(m, "on", True)),
     "of the class": (chosen, lambda m: patch.object(type(m), "on", True)),
     "of a class above": (chosen, lambda m: patch.object(Wired, "on", True)),

@@ -113,7 +113,7 @@ class Code:
         self._globals: list[tuple[Any, str]] = [(own, name) for own in self._classes for name in own]
         self._absent: list[tuple[dict[str, Any], str]] = []  # global names that were those of builtins
         self._functions: dict[FunctionType, None] = {}
-        self._names: set[str] = set()  # of all attributes that are asked for
+        self.names: set[str] = set()  # of all attributes that are asked for
         self.is_plain = not any(map(_is_special, kinds)) and self._follow([kind.forward for kind in kinds])
         self.is_plain = self.is_plain and all(map(self._says_nothing, tensors))
         self._entries, self._known = Entries(self._globals), self._now()
@@ -122,9 +122,9 @@ class Code:
         """Are all attributes that it asks for those of tensors or its classes, of these names, or settings that cannot
         be changed without being replaced?
         """
-        mine = [(name, is_constant(value)) for name, value in settings if name in self._names]
+        mine = [(name, is_constant(value)) for name, value in settings if name in self.names]
         known = _OF_OTHERS.union(names, dict(mine), *self._classes)
-        return self._names <= known and all(constant for _, constant in mine)
+        return self.names <= known and all(constant for _, constant in mine)
 
     def holds(self) -> bool:
         """Is it what it was?"""
@@ -140,7 +140,7 @@ class Code:
 
     def _says_nothing(self, t: Tensor) -> bool:
         """Has it no attributes but those of all tensors?"""
-        return type(t) in (Tensor, nn.Parameter) and self._names.isdisjoint(vars(t))
+        return type(t) in (Tensor, nn.Parameter) and self.names.isdisjoint(vars(t))
 
     def _follow(self, todo: list[Any]) -> bool:
         """Are all functions plain that may be called by these?"""
@@ -155,8 +155,8 @@ class Code:
                 return False
             self._functions[function] = None
             values = [self._global(function.__globals__, path) for path in reads[0]]
-            for name in reads[1] - self._names:
-                self._names.add(name)
+            for name in reads[1] - self.names:
+                self.names.add(name)
                 values += chain.from_iterable([[own[name] for own in line if name in own][:1] for line in self._lines])
             for value in values:
                 if isinstance(value, staticmethod) or (isinstance(value, FunctionType) and not _is_torchs(value)):

@@ -56,7 +56,9 @@ class Settled:
         self._anatomy, self._device, self._stores, self._code = anatomy, device, stores, code
         self._owners = [vars(module) for module in anatomy.modules]
         pairs = zip(self._owners, settings, strict=True)
-        self._settings = Entries([(own, name) for own, theirs in pairs for name in theirs])
+        self._settings = Entries([(own, name) for own, theirs in pairs for name in theirs if is_constant(theirs[name])])
+        names = set() if code is None else code.names
+        self._asked = Entries([(own, name) for own in self._owners for name in names & own.keys()])
         self._tensors = [p for p in anatomy.parameters if p.dim() > 1]
         places = *self._owners, vars(torch_module)
         self._hooks = [
@@ -97,7 +99,8 @@ class Settled:
             anatomy is self._anatomy
             and not any(self._hooks)
             and self._now() == self._known
-            and self._settings.untouched()
+            and self._settings.unchanged()
+            and self._asked.untouched()  # code may tell 1 from 1.0 and from True
             and (self._code is None or self._code.holds())
         )
 
