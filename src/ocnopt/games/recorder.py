@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ocnopt.apart import apart, compiler, disabled
 from ocnopt.games.edges import Edges
@@ -346,7 +346,9 @@ def is_innermost(mode: TorchFunctionMode) -> bool:
 
 
 def take_off(mode: TorchFunctionMode) -> None:
-    """It is to see nothing more, wherever it stands among others."""
+    """It is to see nothing more, wherever it stands among others, if it does."""
+    if not any(each is mode for each in _get_current_function_mode_stack()):
+        return
     above = []
     while not is_innermost(mode):
         above.append(torch._C._pop_torch_function_stack())
