@@ -394,6 +394,11 @@ class Answering(Wired):
         return self.b if name == "layer" else super().__getattr__(name)
 
 
+class Intercepting(Wired):
+    def __getattribute__(self, name: str) -> Any:
+        return super().__getattribute__("c" if name == "b" and ON else name)
+
+
 class Calling(Wired):
     def __call__(self, *args: Any) -> Any:
         return super().__call__(*args)
@@ -425,7 +430,7 @@ class OfMeta(Wired, metaclass=Meta):
 
 @pytest.mark.parametrize(
     "kind",
-    [Listed, Nested, Counted, Asked, Answering, Calling, Training, Tagged, OfMeta],
+    [Listed, Nested, Counted, Asked, Answering, Intercepting, Calling, Training, Tagged, OfMeta],
     ids=lambda kind: kind.__name__,
 )
 def test_odd_modules_are_looked_at(kind: Any) -> None:
