@@ -44,6 +44,7 @@ class Wired(Net):
         super().__init__()
         self.c, self.k, self.act = nn.Linear(4, 4), 0, nn.ReLU()
         self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.register_buffer("width", torch.tensor(4))
 
 
 def code(block: Callable[..., Any]) -> type[Wired]:
@@ -163,6 +164,8 @@ CHANGES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
     "forward": (chosen, lambda m: patch.object(type(m), "forward", Also.forward)),
     "call": (chosen, lambda m: patch.object(type(m), "__call__", lambda self, x: self._call_impl(2 * x))),
     "class": (chosen, lambda m: replaced(m, "__class__", Also)),
+    "hook on gradients": (residual, lambda m: m.act.register_full_backward_hook(lambda m, into, out: (3 * into[0],))),
+    "autocast": (residual, lambda m: torch.autocast("cpu", torch.bfloat16)),
     "mode of a child": (residual, lambda m: patch.object(m.act, "inplace", True)),
 }
 
@@ -307,6 +310,10 @@ def told_where(self: Any, z: Tensor) -> Tensor:
     return z + self.b(self.a(z)) * (1 + 0 * z.flatten()[z.flatten() > 0].shape[0])
 
 
+def shaped(self: Any, z: Tensor) -> Tensor:
+    return z + self.b(self.a(z)).reshape(-1, self.width)
+
+
 def told_gradients(self: Any, z: Tensor) -> Tensor:
     return z + (self.b if self.b.weight.requires_grad else self.c)(self.a(z))
 
@@ -326,7 +333,7 @@ def apart(self: Any, z: Tensor) -> Tensor:
 MAY_CHOOSE = (
     with_keyword, with_list, of_list, of_space, of_chance, of_state, counting, in_a_context, trying, importing,
     closing(torch.tanh), wrapped, of_its_own, with_attributes, of_dictionary, of_hooks, of_parent, by_torch, told,
-    told_in_passing, told_where, told_gradients, told_layout, nothing_done, apart,
+    told_in_passing, told_where, shaped, told_gradients, told_layout, nothing_done, apart,
 )  # fmt: skip
 
 

@@ -148,9 +148,7 @@ class Code:
             function = todo.pop()
             if function in self._functions:
                 continue
-            if not isinstance(function, FunctionType) or function.__closure__:
-                return False
-            reads = _reads(function.__code__)
+            reads = _reads(function.__code__) if isinstance(function, FunctionType) else None
             if reads is None or vars(function) or not is_constant((function.__defaults__, function.__kwdefaults__)):
                 return False
             self._functions[function] = None
@@ -237,7 +235,7 @@ def has_no_choice(flow: Flow) -> bool:
     """Does plain code that did this do it whenever it is given the like? It was told no number in a tensor, and no
     shape that depends on one.
     """
-    if flow.asks or flow.constants:
+    if flow.asks:
         return False
     for node in flow.graph.nodes:
         if node.op != "call_function" or node.meta["entry"] < 0:
