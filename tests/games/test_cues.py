@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.emulated import emulate
 from tests.games.test_expected_chains import train
-from tests.games.test_odd import CLASSES, IN, Net, make
+from tests.games.test_odd import CLASSES, IN, Net, data, make
 from tests.games.test_settled import Looks
 from tests.games.test_watched import unforeseen
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from ocnopt.games.cues import Attendance, Cues
 from ocnopt.games.following import Habit
 from ocnopt.games.recorder import take_off
 from ocnopt.games.settled import Settled
+from ocnopt.intake import taken_in
 
 
 def cues_of(opt: OCNOpt) -> Cues:
@@ -42,6 +43,20 @@ def _end(cues: Cues, done: Sequence[str]) -> bool:
             attendance.enter(what)
             attendance.leave()
     return attendance.end()
+
+
+class Tail(Net):
+    """The last to read is an operation."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(torch.tanh(self.a(torch.tanh(self.into(x))))) + self.b(self.into(x)).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize(("done", "complete"), [("into a head into b sum", True), ("into a head into b", False)])
+def test_what_is_missing_in_the_end_is_missed(done: str, complete: bool) -> None:
+    model, opt = make(Tail, lr=0.1)
+    train(model, opt, 5)
+    assert _end(cues_of(opt), done.split()) is complete
 
 
 @pytest.mark.parametrize(
@@ -120,10 +135,28 @@ def test_some_passes_are_looked_at_and_some_are_not(rank: int, monkeypatch: pyte
             else:
                 with unforeseen():
                     steps += train(model, opt, 1, i)
-        assert opt._replays.reason is None or not may
+        assert not may or (opt._replays.reason is None and opt._replays.captures == 1)
         found.append(steps)
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
+
+
+def test_steps_that_read_other_edges_are_of_another_kind() -> None:
+    model, opt = make(Wide, lr=0.1)
+    train(model, opt, 5)
+    x, y = data(6)
+    nn.functional.cross_entropy(model(x), y).backward()
+    assert opt._tape is not None
+    (this,) = opt._tape.passes
+    stores: list[Any] = [this.readings, *(record.readings for record in opt._tape.records if record.readings)]
+    assert len(stores) > 1
+    for store in stores:
+        kind, before = taken_in(opt._tape).kind, dict(store)
+        store.clear()
+        store.update({(key, -1): reading for key, reading in before.items()})
+        assert taken_in(opt._tape).kind != kind
+        store.clear()
+        store.update(before)
 
 
 class Twice(nn.Module):
@@ -164,7 +197,8 @@ def test_who_reads_alone_needs_no_alias() -> None:
 
 
 class Nothing(TorchFunctionMode):
-    pass
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def test_a_mode_among_others_is_taken_off() -> None:

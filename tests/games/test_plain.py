@@ -7,11 +7,13 @@ import math
 import random
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, ClassVar
 from unittest.mock import patch
 
 import pytest
 import torch
+from tests.games.test_cues import Nothing
 from tests.games.test_expected_chains import train
 from tests.games.test_odd import IN, B, Net, data, make
 from tests.games.test_settled import Looks, replaced
@@ -97,7 +99,11 @@ def repeated(self: Any, z: Tensor) -> Tensor:
     return (h + 1.0) + torch.add(input=z, other=h) + 0.5 * torch.stack([z, h], 2).sum(2)
 
 
-PLAIN = (residual, dense, chosen, helped, sized, crossed, typed, repeated)
+def doubled(self: Any, z: Tensor) -> Tensor:
+    return torch.addcmul(self.b(torch.tanh(self.a(z))), z, z)
+
+
+PLAIN = (doubled, residual, dense, chosen, helped, sized, crossed, typed, repeated)
 
 
 @pytest.mark.parametrize("block", PLAIN, ids=lambda block: block.__name__)
@@ -415,6 +421,17 @@ class Training(Wired):
     training: ClassVar[Any] = property(lambda self: True, lambda self, on: None)  # type: ignore[misc]
 
 
+class Loose(Wired):
+    """It is a player itself, around others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(4))
+
+    def block(self, z: Tensor) -> Tensor:
+        return z + self.gain * self.b(self.a(z))
+
+
 class Tagged(Wired):
     def __init__(self) -> None:
         super().__init__()
@@ -437,7 +454,7 @@ class OfMeta(Wired, metaclass=Meta):
 
 @pytest.mark.parametrize(
     "kind",
-    [Listed, Nested, Counted, Asked, Answering, Intercepting, Calling, Training, Tagged, OfMeta],
+    [Listed, Nested, Counted, Asked, Answering, Intercepting, Calling, Training, Loose, Tagged, OfMeta],
     ids=lambda kind: kind.__name__,
 )
 def test_odd_modules_are_looked_at(kind: Any) -> None:
@@ -468,6 +485,30 @@ class Pair(Wired):
 )
 def test_what_it_is_given(call: Callable[[nn.Module, Tensor], Any], looked_at: bool) -> None:
     assert _is_looked_at(Pair, call) is looked_at
+
+
+@pytest.mark.parametrize(("around", "looked_at"), [(Nothing, True), (lambda: torch.device("cpu"), False)])
+def test_who_else_sees_operations(around: Callable[[], Any], looked_at: bool) -> None:
+    """Another mode of the same kind may do something else."""
+
+    def call(model: nn.Module, x: Tensor) -> Any:
+        with around():
+            return model(x)
+
+    assert _is_looked_at(code(residual), call) is looked_at
+
+
+def test_frozen_on_the_way() -> None:
+    """What goes along an edge has no gradient any more."""
+    found = []
+    for may in (True, False):
+        model, opt = make(code(residual), lr=0.1)
+        with nullcontext() if may else unforeseen():
+            steps = train(model, opt, 5)
+            model.get_submodule("into").requires_grad_(False)
+            found.append(steps + train(model, opt, 3, 5))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 
 
 def test_an_instruction_that_is_not_known() -> None:
