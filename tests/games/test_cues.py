@@ -212,6 +212,7 @@ def test_a_mode_among_others_is_taken_off() -> None:
         torch._C._pop_torch_function_stack()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_an_input_without_strides() -> None:
     class Sparse(Net):
         def forward(self, x: Tensor) -> Any:
@@ -221,6 +222,6 @@ def test_an_input_without_strides() -> None:
     for i in range(4):
         torch.manual_seed(i)
         opt.zero_grad()
-        model(torch.randn(6, IN, dtype=torch.float64).to_sparse()).square().sum().backward()
+        model(torch.randn(6, IN, dtype=torch.float64).to_sparse_csr()).square().sum().backward()
         opt.step()
     assert opt.game.why_accumulated is None

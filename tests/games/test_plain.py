@@ -421,6 +421,19 @@ class Training(Wired):
     training: ClassVar[Any] = property(lambda self: True, lambda self, on: None)  # type: ignore[misc]
 
 
+class Own(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x, self.weight.t())
+
+
+class WithOwn(Wired):
+    """Nobody looks at what a player does inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = Own(4, 4)
+
+
 class Loose(Wired):
     """It is a player itself, around others."""
 
@@ -454,7 +467,7 @@ class OfMeta(Wired, metaclass=Meta):
 
 @pytest.mark.parametrize(
     "kind",
-    [Listed, Nested, Counted, Asked, Answering, Intercepting, Calling, Training, Loose, Tagged, OfMeta],
+    [Listed, Nested, Counted, Asked, Answering, Intercepting, Calling, Training, WithOwn, Loose, Tagged, OfMeta],
     ids=lambda kind: kind.__name__,
 )
 def test_odd_modules_are_looked_at(kind: Any) -> None:

@@ -40,20 +40,21 @@ class Looks:
         self._patch.__exit__(*raised)
 
 
+@pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize("rank", [1, 3])
 @pytest.mark.parametrize("curvature", ["identity", "kronecker"])
-def test_nobody_looks(rank: int, curvature: str) -> None:
+def test_nobody_looks(rank: int, curvature: str, needs_grad: bool) -> None:
     found = []
     for may in (True, False):
         model, opt = make(chain, lr=0.1, rank=rank, curvature=curvature)
         if may:
-            steps = train(model, opt, 4)
+            steps = train(model, opt, 4, 0, needs_grad)
             with Looks() as looks:
-                steps += train(model, opt, 4, 7)
+                steps += train(model, opt, 4, 7, needs_grad)
             assert looks.call_count == 0
         else:
             with unforeseen():
-                steps = [*train(model, opt, 4), *train(model, opt, 4, 7)]
+                steps = [*train(model, opt, 4, 0, needs_grad), *train(model, opt, 4, 7, needs_grad)]
         found.append(steps)
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
