@@ -28,7 +28,8 @@ class Anatomy:
             (m._buffers, name, b) for m in modules if m._buffers for name, b in m._buffers.items()
         ]
         self._parts = _parts(modules)
-        self._tensors: list[Tensor] = [*self.parameters, *(b for _, _, b in self.buffers if b is not None)]
+        #: parameters and buffers
+        self.tensors: list[Tensor] = [*self.parameters, *(b for _, _, b in self.buffers if b is not None)]
         self.places = Places()
         self._look()
 
@@ -46,7 +47,7 @@ class Anatomy:
 
     def _look(self) -> None:
         """A model may be moved: its tensors stay the same, their numbers do not."""
-        found = {*map(Tensor.get_device, self._tensors)}, self._tensors[0].device if self._tensors else None
+        found = {*map(Tensor.get_device, self.tensors)}, self.tensors[0].device if self.tensors else None
         if self.places.found != found:
             self.places = Places(found, self.parameters, [b for _, _, b in self.buffers if b is not None])
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils.hooks import RemovableHandle
 
 from ocnopt import apart
@@ -58,7 +59,7 @@ class Tape:
         self.borrowed = False  # did gradients come from a pass with weights of somebody else's?
         self._borrows = False  # is such a pass under way?
         self.summed: Callable[[], Mapping[str, Adapter]] = dict  # see ``Pass.summed``
-        self.follower = Follower()
+        self.follower = Follower(modules if self.measured == set(modules) else {})
         self.rollout: Rollout | None = None
         self.randomised: set[str] = set()  # modules that draw random numbers which their adapter must draw again
         self.current: Pass | None = None
@@ -221,17 +222,18 @@ class Tape:
         certain = None
         if need.flow or need.states:
             around = [type(mode) for mode in _get_current_function_mode_stack()]  # each may change what functions do
-            this.given = (*[(t.shape, t.dtype, t.requires_grad) for t in inputs], *around)
-        if need.states and not need.whole and self._others.absent:
-            certain = self.follower.certain(this.given, anatomy)
+            this.given = (*map(_kind_of, inputs), *around)
+            alone = self._others.absent and all(kind is DeviceContext for kind in around)
+            if need.states and not need.whole and alone and _are_tensors(this, inputs):
+                certain = self.follower.certain(this.given, anatomy)
         this.autocast = autocast = Autocast.of(anatomy)
         rng = AllRNG.none() if certain is not None else AllRNG.capture(anatomy.places.devices)
         this.rng = rng if need.calls or need.states else None
         if need.states:
             this.environment = Environment.of(self.model, anatomy, rng, autocast)
         if certain is not None:
-            this.certain = True
-            self.follower.begin_certain(certain)
+            this.attend(certain)
+            self.follower.attend(certain, self._read)
         elif need.flow or need.states:
             this.watched = self.follower.begin(self.model, anatomy, inputs, this.given, rng.of_torch, self._read)
         if need.states and not need.whole and (expected := self.follower.follows) is not None:
@@ -286,20 +288,25 @@ class Tape:
 
         return mapped(alias, output)
 
-    def alias(self, t: Tensor, this: Pass, record: Record | None, store: dict[Any, Reading], key: Any) -> Tensor:
+    def alias(
+        self, t: Tensor, this: Pass, record: Record | None, store: dict[Any, Reading], key: Any, alone: bool = False
+    ) -> Tensor:
         """An alias of a tensor for one reader: a hook on it sees the gradient through this edge alone, and keeps it.
 
-        ``record``: the call that reads it, if one does.
+        Args:
+            record: the call that reads it, if one does.
+            alone: nobody else reads it, and none is needed.
         """
         reading = store[key] = Reading(t, this.batch if this.split else None)
-        t = t.view_as(t)
+        if not alone or t.grad_fn is None:
+            t = t.view_as(t)
         hook(t, Arrival(self, this, record, reading, store is this.D))
         return t
 
-    def _read(self, t: Tensor, value: int, entry: int) -> Tensor:
+    def _read(self, t: Tensor, value: int, entry: int, alone: bool) -> Tensor:
         """An operation is about to read a tensor, by an edge that is watched."""
         this = self.current
-        return t if this is None else self.alias(t, this, None, this.readings, (value, entry))
+        return t if this is None else self.alias(t, this, None, this.readings, (value, entry), alone)
 
     def hears(self, this: Pass, record: Record | None) -> bool:
         """Does what arrives at a pass, or at a call in it, belong to the step?"""
@@ -400,6 +407,19 @@ class Arrival:
         self.reading.arrive(g, not graph_is_kept(), compared, not compared, tape.waiting)
         if self.outside:
             tape.settle(this)
+
+
+def _kind_of(t: Tensor) -> tuple[Any, ...]:
+    """All of an input that code may know without knowing its numbers."""
+    strides = t.stride() if t.layout is torch.strided else t.layout
+    return t.shape, strides, t.dtype, t.device, t.requires_grad
+
+
+def _are_tensors(this: Pass, inputs: list[Tensor]) -> bool:
+    """Is the model given tensors, one after the other, and nothing else that code could ask for?"""
+    if this.kwargs or len(this.args) != len({*map(id, inputs)}):
+        return False
+    return all(type(t) is Tensor for t in this.args) and not any(map(vars, inputs))
 
 
 def _batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:

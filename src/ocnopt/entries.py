@@ -7,8 +7,10 @@ from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
 
+import torch
+
 #: what is what it was if it is equal, and cannot be changed without being replaced
-PLAIN = (bool, int, float, str, tuple, type(None))
+PLAIN = (bool, int, float, str, tuple, type(None), torch.dtype, torch.device, torch.memory_format)
 
 
 class Entries:
@@ -26,7 +28,7 @@ class Entries:
         """Is every value equal to what it was?"""
         try:
             return self._now() == self.values
-        except KeyError:  # one is gone
+        except Exception:  # one is gone, or cannot be compared, such as a tensor
             return False
 
     def untouched(self) -> bool:

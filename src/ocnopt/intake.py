@@ -75,7 +75,7 @@ def taken_in(tape: Tape) -> Intake:
         if this.flow is not None:
             found += this.flow.constants.values()
         for readings in (this.D, this.readings):
-            kinds.append(_arrived(readings.values(), found, shared))
+            kinds.append((*readings, _arrived(readings.values(), found, shared)))
     for record in tape.records:
         kinds.append(_of_call(record, found, shared))
     found += [products.numbers for products in shared]
@@ -97,7 +97,7 @@ def _of_call(record: Record, found: list[Tensor], shared: dict[Products, int]) -
         found += store.values()
     arrived = _arrived(record.readings.values(), found, shared)
     how = record.name, record.occurrence, record.training, record.autocast, record.opaque
-    return how, outline, arrived, tuple(record.h), tuple(record.columns), tuple(record.outputs)
+    return how, outline, tuple(record.readings), arrived, tuple(record.h), tuple(record.columns), tuple(record.outputs)
 
 
 def put_back(tape: Tape, others: Iterable[Tensor]) -> None:

@@ -37,7 +37,8 @@ class Place:
             tape.rollout.before(name, occurrence, tensors((args, kwargs)))
             return None
         this = tape.current
-        if this is not None and this.certain:
+        if (attendance := tape.follower.attendance) is not None and this is not None:
+            attendance.enter(name)
             plain = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
             return self._as_foreseen(this, module, occurrence, args, kwargs, plain)
         step = None
@@ -64,10 +65,11 @@ class Place:
         the tape by what it writes, and others come there by what they read. ``plain``: the arguments are tensors.
         """
         tape, wanted = self.tape, this.wanted(self.name, occurrence)
-        this.order.append(self.name)
-        this.called[module] = None
-        if this.asking is not None and not this.certain:
-            self._note_inputs([t.grad_fn for t in floating((args, kwargs)) if t.requires_grad])
+        if this.certain is None:
+            this.order.append(self.name)
+            this.called[module] = None
+            if this.asking is not None:
+                self._note_inputs([t.grad_fn for t in floating((args, kwargs)) if t.requires_grad])
         if tape.asked.calls or not this.announced:
             record = self._record(this, module, occurrence, args, kwargs, tape.asked)
             record.opaque = this.asking is not None and not wanted
@@ -86,7 +88,8 @@ class Place:
         for place, t in enumerate(args):
             if t.is_floating_point():
                 if i in wanted and t.requires_grad:
-                    given[place] = self.tape.alias(t, record.origin, record, record.readings, i)
+                    alone = record.origin.is_alone(self.name, record.occurrence, i)
+                    given[place] = self.tape.alias(t, record.origin, record, record.readings, i, alone)
                 i += 1
         record.arity = i
         return tuple(given)
@@ -157,6 +160,8 @@ class Place:
             tape.ends = None
         if self.measured and (recorder := tape.follower.recorder) is not None:
             recorder.leave(self.name, output if changed is None else changed)
+        elif (attendance := tape.follower.attendance) is not None:
+            attendance.leave()
         return changed
 
     def _watch_outputs(self, record: Record, output: Any) -> Any:

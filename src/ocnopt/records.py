@@ -15,6 +15,7 @@ from ocnopt.backwards import Leaves, all_reached, nodes_of, sinks_of
 from ocnopt.backwards import Sinks as Sinks
 from ocnopt.curvature.tally import Tally
 from ocnopt.environment import Autocast, Environment
+from ocnopt.games.cues import Cues
 from ocnopt.games.edges import Edges
 from ocnopt.games.flow import Draws, Flow
 from ocnopt.groups import Groups, Samples
@@ -73,7 +74,7 @@ class Pass:
     D: dict[int, Reading] = field(default_factory=dict)  # the outputs of the model, as the loss read them
     called: dict[nn.Module, None] = field(default_factory=dict)  # the modules that were watched in it
     foreseeable: bool = False  # as long as it does what is expected, is it known what will be asked of it?
-    certain: bool = False  # is that certain?
+    certain: Cues | None = None  # that it is certain what it does
     announced: bool = False  # is there a record that will come on the tape with its output's adjoint?
     scale: Tensor | None = None  # the factor by which adjoints are to be multiplied, if any
     turn: int = 0  # which pass since the hooks were set
@@ -109,8 +110,17 @@ class Pass:
             return self.watched.into_player(name, occurrence)
         return _ALL if self.asking is not None and name in self.asking else _NONE
 
+    def attend(self, cues: Cues) -> None:
+        """It is certain what it does."""
+        self.certain, self.watched, self.order, self.called = cues, cues.edges, cues.order, cues.called
+
+    def is_alone(self, name: str, occurrence: int, i: int) -> bool:
+        """Is it certain that nobody else reads that input of a call?"""
+        return self.certain is not None and self.certain.alone(name, occurrence, i)
+
     def end(self, flow: Flow | None, chain: bool) -> None:
         self.flow, self.chain = flow, chain
+        self.readings = dict(sorted(self.readings.items()))  # in one order, whoever watched
         self.foreseen = self.watched is not None and self.watched.flow is flow
         self.compared = chain or self.whole or self.foreseen
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -40,20 +40,21 @@ class Looks:
         self._patch.__exit__(*raised)
 
 
+@pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize("rank", [1, 3])
 @pytest.mark.parametrize("curvature", ["identity", "kronecker"])
-def test_nobody_looks(rank: int, curvature: str) -> None:
+def test_nobody_looks(rank: int, curvature: str, needs_grad: bool) -> None:
     found = []
     for may in (True, False):
         model, opt = make(chain, lr=0.1, rank=rank, curvature=curvature)
         if may:
-            steps = train(model, opt, 4)
+            steps = train(model, opt, 4, 0, needs_grad)
             with Looks() as looks:
-                steps += train(model, opt, 4, 7)
+                steps += train(model, opt, 4, 7, needs_grad)
             assert looks.call_count == 0
         else:
             with unforeseen():
-                steps = [*train(model, opt, 4), *train(model, opt, 4, 7)]
+                steps = [*train(model, opt, 4, 0, needs_grad), *train(model, opt, 4, 7, needs_grad)]
         found.append(steps)
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
@@ -96,6 +97,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "dropout": _set(lambda m: m[2], "p", 0.5),
     "forward": _set(lambda m: m[1], "forward", torch.tanh),
     "hook": _hook,
+    "hook on gradients": lambda m: m[1].register_full_backward_hook(lambda module, into, out: (3 * into[0],)),
     "replaced": _replace,
     "foreign": _foreign,
     "taken out": lambda m: m.__delitem__(1),
@@ -130,6 +132,42 @@ def test_another_setting(change: Callable[[Any], None], rank: int, monkeypatch: 
     _with_and_without_looking(rank, then)
 
 
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """As ``patch.object``, where nothing can be deleted."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+class Other(nn.LeakyReLU):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x)
+
+
+PATCHES: dict[str, Callable[[nn.Module], Any]] = {
+    "forward of a class": lambda m: patch.object(nn.LeakyReLU, "forward", lambda self, x: torch.tanh(x)),
+    "function": lambda m: patch.object(nn.functional, "leaky_relu", lambda x, *_: torch.tanh(x)),
+    "class of a module": lambda m: replaced(m[1], "__class__", Other),  # type: ignore[index]
+    "call": lambda m: patch.object(nn.Module, "__call__", lambda self, x: self._call_impl(2 * x)),
+}
+
+
+@pytest.mark.parametrize("patched", PATCHES.values(), ids=PATCHES)
+def test_another_function_of_torch(patched: Callable[[nn.Module], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+
+    def then(model: nn.Module, opt: OCNOpt) -> list[Any]:
+        with patched(model):
+            found = train(model, opt, 3, 20)
+        return found + train(model, opt, 3, 30)
+
+    _with_and_without_looking(1, then)
+
+
 @pytest.mark.parametrize("around", [Doubling, lambda: torch.autocast("cpu", torch.bfloat16)], ids=["mode", "autocast"])
 def test_something_around_it(around: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch)
@@ -141,13 +179,18 @@ def test_something_around_it(around: Callable[[], Any], monkeypatch: pytest.Monk
     _with_and_without_looking(1, then)
 
 
-@pytest.mark.parametrize("build", [lambda: nn.Sequential(nn.Linear(IN, 5), Squared(), nn.Linear(5, CLASSES))])
-def test_code_of_others_is_looked_at(build: Callable[[], nn.Module]) -> None:
-    model, opt = make(build, lr=0.1)
+class Choosing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square() if x.sum().item() > 0 else x.square().square()
+
+
+@pytest.mark.parametrize(("middle", "looked_at"), [(Squared, 0), (Choosing, 2)])
+def test_code_of_others_is_looked_at_if_it_may_choose(middle: Callable[[], nn.Module], looked_at: int) -> None:
+    model, opt = make(lambda: nn.Sequential(nn.Linear(IN, 5), middle(), nn.Linear(5, CLASSES)), lr=0.1)
     train(model, opt, 4)
     with Looks() as looks:
         train(model, opt, 2, 7)
-    assert looks.call_count == 2
+    assert looks.call_count == looked_at
 
 
 def test_a_list_among_the_settings_is_looked_at() -> None:

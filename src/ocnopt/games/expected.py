@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, is_grad_enabled, nn
 from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 
-from ocnopt.games.flow import Entry, Flow, Mode, Value, attribute, equal, kind_of
+from ocnopt.games.flow import Entry, Flow, Mode, Value, attribute, equal, kind_of, values_in
 from ocnopt.trees import mapped, tensors
 
-#: (tensor, value, entry) → an alias for the operation of that entry to read
-Read = Callable[[Tensor, int, int], Tensor]
+#: (tensor, value, entry, whether nobody else reads it) → an alias for the operation of that entry to read
+Read = Callable[[Tensor, int, int, bool], Tensor]
 
 
 class Step(NamedTuple):
@@ -40,7 +40,7 @@ def path(entries: Sequence[Entry], inputs: int) -> list[Step]:
     """The entries of a pass with so many inputs."""
     last: dict[int, int] = {}  # where each turn is read for the last time
     for place, entry in enumerate(entries):
-        for value in _values((entry.args, entry.kwargs)):
+        for value in values_in((entry.args, entry.kwargs)):
             last[value.turn] = place
     steps, turn, begin, turns = [], inputs, 0, inputs
     for place, entry in enumerate(entries):
@@ -49,7 +49,7 @@ def path(entries: Sequence[Entry], inputs: int) -> list[Step]:
             beside: tuple[int, ...] = ()
             changed = None
             if entry.written is not None:
-                value = _values((entry.args, entry.kwargs))[entry.written]
+                value = values_in((entry.args, entry.kwargs))[entry.written]
                 beside = tuple(t for t in range(turn) if t != value.turn and last.get(t, -1) >= place)
                 changed = next((i for i, spec in enumerate(entry.args) if spec is value), None)
             real = made.start if entry.single and entry.made == ("real",) else None
@@ -63,20 +63,6 @@ def _plain(entry: Entry) -> tuple[int, ...] | None:
     if type(entry.args) is not tuple or entry.kwargs or not all(type(spec) is Value for spec in entry.args):
         return None
     return tuple(spec.turn for spec in entry.args)
-
-
-def _values(tree: Any) -> list[Value]:
-    found: list[Value] = []
-    todo = [tree]
-    while todo:
-        part = todo.pop()
-        if isinstance(part, Value):
-            found.append(part)
-        elif isinstance(part, (tuple, list)):
-            todo += reversed(part)
-        elif isinstance(part, dict):
-            todo += reversed(part.values())
-    return found
 
 
 class Walk:
@@ -170,7 +156,7 @@ class Walk:
             ref = self._refs[turn]
             t = None if ref is None else ref()
             if t is not None and t.requires_grad:
-                aliases[id(t)] = read(t, turn, step.place)
+                aliases[id(t)] = read(t, turn, step.place, False)
         if step.plain is not None:
             return tuple([aliases.get(id(t), t) for t in args]), kwargs
         both: tuple[Any, Any] = mapped(lambda t: aliases.get(id(t), t), (args, kwargs))

@@ -88,6 +88,7 @@ class Flow:
     constants: dict[str, Tensor] = field(default_factory=dict)
     unknown: str | None = None  # why it could not be followed to its end
     fixed: str | None = None  # why its operations cannot be run again in another order
+    asks: bool = False  # was code of the model told what may be otherwise: numbers in a tensor, or nothing was done?
     uses: int = 0  # of how many steps it was
     version: int = 0  # how often other numbers have been found in its code
     rounds: dict[Any, Any] = field(default_factory=dict)  # what follows from it, see Game
@@ -164,6 +165,14 @@ def filled(tree: Any, what: Callable[[Any], Any]) -> Any:
     if isinstance(tree, dict):
         return {key: filled(part, what) for key, part in tree.items()}
     return tree
+
+
+def values_in(tree: Any) -> list[Value]:
+    """In the order of the tensors that they stand for."""
+    if isinstance(tree, Value):
+        return [tree]
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (tuple, list)) else ()
+    return [value for part in parts for value in values_in(part)]
 
 
 def innermost(names: Iterable[str]) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from ocnopt.anatomy import Anatomy
 from ocnopt.apart import compiler
+from ocnopt.games.cues import Attendance, Cues
 from ocnopt.games.edges import Edges
 from ocnopt.games.expected import Read
 from ocnopt.games.flow import Flow, is_due
@@ -31,6 +33,7 @@ class Habit:
     flow: Flow
     times: int = 0
     settled: Settled | None = None  # how the model was set when it last did that
+    cues: Cues | None = None  # of a pass that is certain to do it again
 
     def expected(self) -> Flow | None:
         """What the next pass is likely to do."""
@@ -45,31 +48,39 @@ class Habit:
 class Follower:
     """Between :meth:`begin` and :meth:`end` everything is recorded; the flows of the last passes are remembered."""
 
-    def __init__(self) -> None:
+    def __init__(self, players: Mapping[str, nn.Module]) -> None:
+        """``players``: whose insides nobody looks at. None: then nothing is certain."""
+        self._players = players
         self._flows: list[Flow] = []
         self._habits: dict[Any, Habit] = {}  # by what the model is given
         self.recorder: Recorder | None = None  # is told where players begin and end
-        self._certain: Flow | None = None  # what the pass under way does, where nobody need look
-        self._settled: Settled | None = None  # how the model was set when it began
+        self.attendance: Attendance | None = None  # of a pass that is certain, likewise
+        self._settled: Settled | None = None  # how the model was set when the pass began
+        self._anatomy: Anatomy | None = None
+        self._open: Anatomy | None = None  # of a model that may choose what it does
         self._random: RNGState | None = None
         self._draws = True  # does the model draw random numbers? Until the first pass is over it may
 
-    def certain(self, given: Any, anatomy: Anatomy) -> Flow | None:
-        """What a pass of the model is certain to do: it is a chain of torch's own modules, which are set as they were,
-        draw nothing, and run under what they ran under.
+    def certain(self, given: Any, anatomy: Anatomy) -> Cues | None:
+        """Of a pass that is certain to do what the last ones did: the model is set as it was, runs under what it ran
+        under, draws nothing, and its code leaves it no choice.
         """
         habit = self._habits.get(given)
-        if habit is None or habit.settled is None or self._draws:
+        if habit is None or habit.settled is None or self._draws or compiler() is not None:
             return None
-        flow = habit.expected()
-        if flow is None or flow.asking is None or flow.constants:
+        flow, watched = habit.expected(), habit.watched()
+        if flow is None or (flow.asking is None if watched is None else flow.asks):
             return None
-        return flow if compiler() is None and habit.settled.holds(anatomy) else None
+        if not habit.settled.holds(anatomy):
+            return None
+        if habit.cues is None or not habit.cues.fit(flow, watched):
+            habit.cues = Cues(flow, watched, self._players)
+        return habit.cues
 
-    def begin_certain(self, flow: Flow) -> None:
-        """Such a pass."""
+    def attend(self, cues: Cues, read: Read) -> None:
+        """Such a pass begins."""
         self._abandon()
-        self._certain = flow
+        self.attendance = Attendance(cues, read)
 
     def begin(
         self, model: nn.Module, anatomy: Anatomy, inputs: list[Tensor], given: Any, rng: RNGState, read: Read
@@ -82,7 +93,10 @@ class Follower:
         habit, self._random = self._habits.get(given), rng
         expected, watched = (None, None) if habit is None else (habit.expected(), habit.watched())
         device = anatomy.parameters[0].device.type if anatomy.parameters else "cpu"
-        self._settled = None if expected is None or expected.asking is None else Settled.of(anatomy, device)
+        self._anatomy, self._settled = anatomy, None
+        if expected is not None and anatomy is not self._open and not self._draws and self._players:
+            self._settled = Settled.of(anatomy, device, self._players.values())
+            self._open = anatomy if self._settled is None else None
         self.recorder = Recorder(model, inputs, device, rng.states if self._draws else None, expected, watched, read)
         self.recorder.__enter__()  # type: ignore[no-untyped-call]
         return watched
@@ -99,14 +113,14 @@ class Follower:
     @property
     def follows(self) -> Flow | None:
         """What the pass under way is expected to do, if it has done nothing else so far."""
-        return self._certain if self.recorder is None else self.recorder.follows
+        if self.attendance is not None:
+            return self.attendance.cues.flow
+        return None if self.recorder is None else self.recorder.follows
 
     def end(self, output: Any, this: Pass | None) -> Flow | None:
+        if self.attendance is not None:
+            return self._end(output, this)
         recorder, self.recorder = self.recorder, None
-        certain, self._certain = self._certain, None
-        if certain is not None and this is not None and output is not None:
-            certain.held.add(this)
-            return certain
         if recorder is None:
             return None
         recorder.__exit__(None, None, None)
@@ -114,7 +128,7 @@ class Follower:
             return None
         flow, this.draws = recorder.finish(output, self._flows), recorder.draws
         if recorder.follows is flow and (habit := self._habits.get(this.given)) is not None:
-            habit.settled = self._settled
+            self._settle(habit)
         flow.held.add(this)
         self._flows = [flow, *(other for other in self._flows[:7] if other is not flow)]  # the likeliest first
         drew = not self._random.same_as(RNGState.capture(self._random.states))
@@ -122,6 +136,27 @@ class Follower:
             this.fixed = "it drew random numbers that were not kept (from the next step on they are)"
         self._draws = drew
         return flow
+
+    def _end(self, output: Any, this: Pass | None) -> Flow | None:
+        """Of a pass that was certain."""
+        assert self.attendance is not None
+        attendance, self.attendance = self.attendance, None
+        complete = attendance.end()
+        if output is None or this is None:
+            return None
+        flow = attendance.cues.flow
+        if not complete:  # that it was certain was wrong
+            self._open = self._anatomy
+            self._habits.clear()
+            return None
+        flow.held.add(this)
+        return flow
+
+    def _settle(self, habit: Habit) -> None:
+        """It was known what a pass would do, and that is what it did."""
+        habit.settled = self._settled
+        if self._settled is not None and not self._settled.tells(habit.flow):
+            habit.settled, self._open = None, self._anatomy
 
     def look_again(self) -> None:
         """Other parameters are trained: what was a chain may be none."""
@@ -140,7 +175,9 @@ class Follower:
 
     def _abandon(self) -> None:
         """A pass that was interrupted (Ctrl-C), or that calls the model itself, is over without having ended."""
-        recorder, self.recorder, self._certain = self.recorder, None, None
+        if self.attendance is not None:
+            self.attendance.end()
+        recorder, self.recorder, self.attendance = self.recorder, None, None
         if recorder is None:
             return
         recorder.unknown = "the pass was interrupted"

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ocnopt.apart import apart, compiler, disabled
 from ocnopt.games.edges import Edges
 from ocnopt.games.expected import Read, Step, Walk, made_of
 from ocnopt.games.flow import Entry, Flow, Mode, Overwriting, Value, equal, filled, kind_of, short
+from ocnopt.games.plain import QUERIES
 from ocnopt.rng import RNGState
 from ocnopt.trees import mapped, tensors
 
@@ -31,7 +32,7 @@ class Recorder(TorchFunctionMode):
         devices: Iterable[torch.device] | None = None,
         expected: Flow | None = None,
         watched: Edges | None = None,
-        read: Read = lambda t, value, entry: t,
+        read: Read = lambda t, value, entry, alone: t,
     ) -> None:
         """``device``: the kind of that of the parameters. ``devices``: whose random numbers to keep where they are
         drawn; ``None``: of none. ``expected``: the flow that the pass is likely to have. ``watched``: edges of that
@@ -43,6 +44,7 @@ class Recorder(TorchFunctionMode):
         self.draws: dict[int, RNGState] = {}
         self._rng = None if devices is None else RNGState.capture(devices)
         self.unknown: str | None = None
+        self._asks = False  # see :class:`Flow`
         self.constants: list[Tensor] = []
         self._device = device
         self._values: dict[int, Value] = {}
@@ -102,6 +104,7 @@ class Recorder(TorchFunctionMode):
         if written:  # buffers are put back before another pass
             written = [i for i in written if id(into[i]) not in self._buffers]
         if not written and (same := _given_back(func, into, tensors(given), out)) is not None:
+            self._asks = True
             return same
         if written or made:
             self._leave_path()
@@ -116,6 +119,8 @@ class Recorder(TorchFunctionMode):
                 self._bind(t, self._values[id(changed)])
         elif not written and made and (spec := self._spec(args, kwargs, func)) is not None:
             self._note("operation", func, spec, made, isinstance(out, Tensor))
+        elif not written and not made and func not in QUERIES:
+            self._asks = True
         return out
 
     def _follow(self, walk: Walk, step: Step, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -164,7 +169,7 @@ class Recorder(TorchFunctionMode):
             if value is None or value.turn not in turns or not t.requires_grad:
                 return t
             if id(t) not in aliases:
-                aliases[id(t)] = self._read(t, value.turn, place)
+                aliases[id(t)] = self._read(t, value.turn, place, False)
             return aliases[id(t)]
 
         both: tuple[Any, Any] = mapped(read, (args, kwargs))
@@ -208,6 +213,11 @@ class Recorder(TorchFunctionMode):
 
     def finish(self, output: Any, known: Iterable[Flow]) -> Flow:
         """The flow of this pass: one of those already known, if it did the same."""
+        flow = self._flow(output, known)
+        flow.asks = flow.asks or self._asks
+        return flow
+
+    def _flow(self, output: Any, known: Iterable[Flow]) -> Flow:
         outputs = [t for t in tensors(output) if t.is_floating_point()]
         if self._walk is not None:
             if not self._inside and self._walk.end(outputs):
@@ -333,6 +343,18 @@ def is_innermost(mode: TorchFunctionMode) -> bool:
     """Is it the first to see what is called now?"""
     count = torch._C._len_torch_function_stack()
     return count > 0 and torch._C._get_function_stack_at(count - 1) is mode
+
+
+def take_off(mode: TorchFunctionMode) -> None:
+    """It is to see nothing more, wherever it stands among others, if it does."""
+    if not any(each is mode for each in _get_current_function_mode_stack()):
+        return
+    above = []
+    while not is_innermost(mode):
+        above.append(torch._C._pop_torch_function_stack())
+    torch._C._pop_torch_function_stack()
+    for each in reversed(above):
+        torch._C._push_on_torch_function_stack(each)
 
 
 def _given_back(func: Any, into: list[Tensor], read: list[Tensor], out: Any) -> Tensor | None:
