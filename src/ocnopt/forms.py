@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Container, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
 
@@ -18,7 +18,7 @@ from ocnopt.fused import support
 from ocnopt.gradients import Explicit, Gram, GramRow, GroupGradients, Shared
 from ocnopt.groups import Part, Samples
 from ocnopt.hosts import Host
-from ocnopt.layers.base import Call, compute_dtype
+from ocnopt.layers.base import Call, compute_dtype, spread
 from ocnopt.multi import mask_, masked
 from ocnopt.once import nothing_else
 from ocnopt.players import Player, Use
@@ -122,6 +122,11 @@ def _why_unusable_inside(record: Record, use: Use) -> str | None:
     return _ROWS if record.name in mixed or (batch is not None and not sizes <= {(batch,)}) else None
 
 
+def _part_of(record: Record, use: Use) -> tuple[slice, ...]:
+    assert use.adapter is not None
+    return use.adapter.parts(record.call()).get(use.own_name, ())
+
+
 def _lasting(call: Call, G: Tensor) -> Tensor:
     return G if call.duration == 1 else call.duration * G
 
@@ -177,14 +182,30 @@ class Forms:
             torch._foreach_neg_(grads)
         fractions = fractions.to(grads[0])
         if shelf.kind is Shared:
-            known = ok is not None and isinstance(shelf.curvature, Identity)
-            return Shared(grads, fractions, self._masked(squares) if known else None)
+            of_use = ok is not None and isinstance(shelf.curvature, Identity)
+            return Shared(grads, fractions, self._masked(squares) if of_use else None)
         if shelf.kind is Explicit:
-            columns = self._all_cleaned(self.columns_of(shelf))
+            known = {i for i, is_sum in enumerate(self._are_sums(shelf)) if is_sum}
+            parts = self._parts(shelf, known)
+            columns = self._all_cleaned(self.columns_of(shelf, parts))
             self.world.sum_(columns)
-            sums = zip(grads, self._are_sums(shelf), strict=True)
-            return Explicit.of(columns, [None if known else g for g, known in sums], fractions)
+            return Explicit.of(columns, grads, fractions, known, parts)
         return self._gram(shelf.players, None if all(self._are_sums(shelf)) else grads, fractions)
+
+    def _parts(self, shelf: Shelf, known: Container[int]) -> dict[int, tuple[slice, ...]]:
+        """Of these parameters, what their gradients are kept of where that is not all. (Elsewhere than on a CPU kernels
+        and graphs do with fewer kinds of tensors.)
+        """
+        formed = id(shelf) in self._of_shelves
+        if formed or not shelf.curvature.is_diagonal or shelf.params[0].device.type != "cpu":
+            return {}
+        uses = enumerate(uses for player in shelf.players for uses in player.uses)
+        return {i: part for i, (use, *_) in uses if i in known and (part := self._part(use))}
+
+    def _part(self, use: Use) -> tuple[slice, ...]:
+        """Of a parameter that is used once."""
+        (record,) = self.calls.by_module[use.module_name]
+        return () if use.path else _part_of(record, use)
 
     def _are_fine(self, shelf: Shelf, ok: Tensor) -> bool:
         """Is it known here that there is nothing to mask, and is nobody going to write to the gradients? A copy of all
@@ -203,17 +224,19 @@ class Forms:
         alone = len(records) == len(uses) == 1 and self.folded is None and self.world.size == 1
         return alone and nothing_else(records[0], uses[0].own_name, p.grad)
 
-    def columns_of(self, shelf: Shelf) -> list[Tensor]:
-        """Of all its players, as they are."""
+    def columns_of(self, shelf: Shelf, parts: Container[int] = ()) -> list[Tensor]:
+        """Of all its players, as they are; ``parts``: of these parameters parts are enough."""
         if id(shelf) not in self._of_shelves:
-            self._of_shelves[id(shelf)] = [G for player in shelf.players for G in self.columns(player)]
+            found = self._of_shelves[id(shelf)] = []
+            for player in shelf.players:
+                found += self.columns(player, [len(found) + i in parts for i in range(len(player.params))])
         return self._of_shelves[id(shelf)]
 
-    def columns(self, player: Player) -> list[Tensor]:
-        """``[r, *shape]`` of each parameter of a player, as the tape tells it."""
+    def columns(self, player: Player, enough: Sequence[bool] | None = None) -> list[Tensor]:
+        """``[r, *shape]`` of each parameter of a player, as the tape tells it; ``enough``: is a part of it?"""
         found = []
-        for p, uses in zip(player.params, player.uses, strict=True):
-            parts = [self._gradient(use) for use in uses if use.module_name in self.calls]
+        for p, uses, part in zip(player.params, player.uses, enough or [False] * len(player.params), strict=True):
+            parts = [self._gradient(use, None if part else p.shape) for use in uses if use.module_name in self.calls]
             before = None if self.folded is None else self.folded.of(p, self.samples)
             parts += [] if before is None else [before]
             found.append(self._summed(parts) if parts else self._nothing(p))
@@ -243,11 +266,16 @@ class Forms:
             found.append(replace(call, args=args, kwargs=kwargs, h=self._cleaned(call.h), memo={}))
         return found
 
-    def _gradient(self, use: Use) -> Tensor:
-        """Group gradients of one parameter as one module uses it, summed over the module's calls."""
+    def _gradient(self, use: Use, shape: torch.Size | None) -> Tensor:
+        """Group gradients of one parameter as one module uses it, summed over the module's calls; of its ``shape``, or
+        of a part.
+        """
         total = None
         for record in self.calls.by_module[use.module_name]:
-            total = self.samples.of(record.origin).add(total, self._of_record(record, use).pop(use.own_name))
+            G = self._of_record(record, use).pop(use.own_name)
+            if shape is not None and not use.path:
+                G = spread(G, _part_of(record, use), shape)
+            total = self.samples.of(record.origin).add(total, G)
         assert total is not None
         return total
 
@@ -258,12 +286,14 @@ class Forms:
             assert use.adapter is not None
             groups = self.samples.of(record.origin).groups
             found = None if use.path else record.split(groups)
-            if found is None:
-                parts = [
+            if found is None and not use.path:
+                found = use.adapter.part_gradients(record.call(), groups)
+            elif found is None:
+                calls = [
                     {n: _lasting(call, G) for n, G in use.adapter.group_gradients(call, groups).items()}
                     for call in record.calls(use.path)
                 ]
-                found = {n: self._summed([part[n] for part in parts]) for n in parts[0]}
+                found = {n: self._summed([each[n] for each in calls]) for n in calls[0]}
             self._columns[key], record.columns = found, {}  # nobody else holds them
         return self._columns[key]
 

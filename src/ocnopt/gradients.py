@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ocnopt import whole_step
 from ocnopt.groups import Groups
-from ocnopt.layers.base import Adapter, Call
+from ocnopt.layers.base import Adapter, Call, spread
 from ocnopt.layers.outer import CACHED
 from ocnopt.multi import inner
 
@@ -148,17 +148,30 @@ class Shared(GroupGradients):
 
 @dataclass
 class Explicit(GroupGradients):
-    """G stored: ``[r, *shape]`` for each parameter."""
+    """G stored: ``[r, *shape]`` for each parameter, or of the part of it outside of which all of them are zero."""
 
     columns: list[Tensor]
     fractions: Tensor
+    parts: Mapping[int, tuple[slice, ...]] = field(default_factory=dict)  # of parameters: the others are whole
+    sums: list[Tensor] | None = None  # G 1, where that is known; nobody may write to it
 
     def mix(self, w: Tensor) -> list[Tensor]:
-        return [torch.mv(_rows(G).T, w).view(G.shape[1:]) for G in self.columns]
+        found = [torch.mv(_rows(G).T, w).view(G.shape[1:]) for G in self.columns]
+        for i, part in self.parts.items():
+            assert self.sums is not None
+            found[i] = spread(found[i], part, self.sums[i].shape)
+        return found
+
+    def total(self) -> list[Tensor]:
+        return super().total() if self.sums is None else self.sums
+
+    def own(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What the columns are of."""
+        return [t[self.parts[i]] if i in self.parts else t for i, t in enumerate(tensors)]
 
     def add_to(self, tensors: Sequence[Tensor], w: Tensor, scale: float = 1.0, stride: Tensor | None = None) -> None:
         w = _times(w, stride)
-        for t, G in zip(tensors, self.columns, strict=True):
+        for t, G in zip(self.own(tensors), self.columns, strict=True):
             if t.is_contiguous():
                 t.view(-1).addmv_(_rows(G).T, w, alpha=scale)
             else:
@@ -194,30 +207,37 @@ class Explicit(GroupGradients):
         return row_products([_rows(G) for G in self.columns], [_rows(G) for G in other.columns])
 
     def project(self, vectors: Sequence[Tensor]) -> Tensor:
-        return row_products([_rows(G) for G in self.columns], [v.reshape(1, -1) for v in vectors])[..., 0]
+        return row_products([_rows(G) for G in self.columns], [v.reshape(1, -1) for v in self.own(vectors)])[..., 0]
 
     def select(self, parameters: Sequence[int]) -> Explicit:
-        return Explicit([self.columns[i] for i in parameters], self.fractions)
+        parts = {n: self.parts[i] for n, i in enumerate(parameters) if i in self.parts}
+        sums = None if self.sums is None else [self.sums[i] for i in parameters]
+        return Explicit([self.columns[i] for i in parameters], self.fractions, parts, sums)
 
     @classmethod
-    def of(cls, columns: Sequence[Tensor], grads: Sequence[Tensor | None], fractions: Tensor) -> Explicit:
+    def of(
+        cls,
+        columns: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        fractions: Tensor,
+        known: Container[int] = (),
+        parts: Mapping[int, tuple[slice, ...]] | None = None,
+    ) -> Explicit:
         """Columns that add up to ``grads``: whatever happened to ``p.grad`` after the backward pass (clipping,
-        penalties) is spread over the groups. ``None``: nothing happened.
+        penalties) is spread over the groups. ``known``: of these parameters it is known that nothing happened.
         """
         found = list(columns)
-        touched = [i for i, g in enumerate(grads) if g is not None]
+        touched = [i for i in range(len(columns)) if i not in known]
         short = [touched[n] for n in together([_rows(columns[i]) for i in touched])]
         if short:
             laid_out = side_by_side([_rows(columns[i]) for i in short])
-            whole = side_by_side([g.reshape(1, -1) for i in short if (g := grads[i]) is not None])
+            whole = side_by_side([grads[i].reshape(1, -1) for i in short])
             views = _adding_up_to(whole[0], laid_out, fractions).unbind(1)
             for i, G in zip(short, views, strict=True):
                 found[i] = G[:, : columns[i][0].numel()].view(columns[i].shape)
         for i in (i for i in touched if i not in short):
-            grad = grads[i]
-            assert grad is not None
-            found[i] = _adding_up_to(grad, columns[i], fractions)
-        return cls(found, fractions)
+            found[i] = _adding_up_to(grads[i], columns[i], fractions)
+        return cls(found, fractions, parts or {}, list(grads))
 
 
 class Scaled(GroupGradients):
@@ -227,13 +247,12 @@ class Scaled(GroupGradients):
         self.G, self.diagonals, self.fractions = G, diagonals, G.fractions
 
     def mix(self, w: Tensor) -> list[Tensor]:
-        found = self.G.mix(w)
-        torch._foreach_div_(found, list(self.diagonals))
-        return found
+        return list(torch._foreach_div(self.G.mix(w), list(self.diagonals)))
 
     def add_to(self, tensors: Sequence[Tensor], w: Tensor, scale: float = 1.0, stride: Tensor | None = None) -> None:
-        for t, v, d in zip(tensors, self.G.mix(_times(w, stride)), self.diagonals, strict=True):
-            t.addcdiv_(v, d, value=scale)
+        w, own = _times(w, stride), zip(self.G.own(tensors), self.G.own(self.diagonals), self.G.columns, strict=True)
+        for t, d, G in own:
+            t.addcdiv_(torch.mv(_rows(G).T, w).view(t.shape), d, value=scale)
 
     def preconditioned(self, metric: Metric) -> GroupGradients:
         raise TypeError("these have gone through a metric already")
@@ -241,7 +260,7 @@ class Scaled(GroupGradients):
     def kernels(self, other: GroupGradients) -> Tensor:
         """G'^T C^{-1} G."""
         assert isinstance(other, Explicit)
-        pairs = zip(other.columns, self.G.columns, self.diagonals, strict=True)
+        pairs = zip(other.columns, self.G.columns, self.G.own(self.diagonals), strict=True)
         return torch.stack([_scaled_products(_rows(x), _rows(y), d.reshape(-1)) for x, y, d in pairs])
 
     def project(self, vectors: Sequence[Tensor]) -> Tensor:
@@ -317,11 +336,7 @@ class GramRow:
 
     def whole(self, v: Tensor) -> Tensor:
         """A tensor of that part with zeros around it."""
-        if not self.part:
-            return v
-        found = v.new_zeros(self.adapter.parameters(self.call.module)[self.name].shape)
-        found[self.part] = v
-        return found
+        return spread(v, self.part, self.adapter.parameters(self.call.module)[self.name].shape)
 
 
 @dataclass

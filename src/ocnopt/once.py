@@ -21,7 +21,7 @@ from ocnopt.backwards import Purpose, purpose
 from ocnopt.fused import norms
 from ocnopt.fused.sums import total
 from ocnopt.groups import Groups
-from ocnopt.layers.base import Adapter, Call, compute_dtype, first_tensor
+from ocnopt.layers.base import Adapter, Call, compute_dtype, first_tensor, spread
 from ocnopt.marks import Mark
 from ocnopt.records import Pass, Record
 
@@ -148,8 +148,10 @@ class Watch(TorchFunctionMode):
 
     def split(self, call: Call) -> dict[str, Tensor]:
         """The gradients of the parameters. Those of the groups stay with the record."""
-        columns = self.adapter.group_gradients(call, self.groups(call))
+        columns, parts = self.adapter.part_gradients(call, self.groups(call)), self.adapter.parts(call)
         sums = {name: total(G) if len(G) > 1 else G[0] for name, G in columns.items()}
+        own = self.adapter.parameters(call.module)
+        sums |= {name: spread(sums[name], part, own[name].shape) for name, part in parts.items()}
         self.leave(columns, sums)
         return sums
 

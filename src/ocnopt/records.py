@@ -176,7 +176,7 @@ class Record:
     arrived: bool = False  # is it on the tape?
     h: dict[int, Tensor] = field(default_factory=dict)  # ∂L/∂output, by output
     sizes: dict[int, tuple[torch.dtype, list[Tensor]]] = field(default_factory=dict)  # of h: dtype, all ⟨h, h⟩
-    columns: dict[str, Tensor] = field(default_factory=dict)  # group gradients of its pass, if backward left them
+    columns: dict[str, Tensor] = field(default_factory=dict)  # of its groups, parts of gradients that backward left
     left: dict[str, Mark] = field(default_factory=dict)  # the gradients that it gave autograd, see Once
     inner: dict[str, list[Call]] | None = None  # calls of the layers inside a host, where it was asked
     strays: frozenset[str] = frozenset()  # layers inside a host that were called by somebody else, too

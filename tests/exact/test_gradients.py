@@ -234,8 +234,7 @@ def test_columns_add_up(short: int, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     shapes, fractions = [(4,), (2, 3), (), (3, 2000), (5,)], torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
     found, grads = columns(shapes, 3), [G[0] for G in columns(shapes, 1)]
-    known = [None, *grads[1:]]
-    G = Explicit.of(found, known, fractions).columns
+    G = Explicit.of(found, grads, fractions, known={0}).columns
     assert G[0] is found[0]
     for i in range(1, 5):
         rest = grads[i] - found[i].sum(0)

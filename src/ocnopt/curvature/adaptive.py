@@ -29,6 +29,7 @@ class DiagonalMetric(Metric):
 
 class Adaptive(Curvature):
     name = "adaptive"
+    is_diagonal = True
 
     def measure(self, bucket: Bucket, a: Tensor | None) -> DiagonalMetric:
         decay, eps, corrected = (bucket.group[name] for name in ("decay", "eps", "bias_correction"))

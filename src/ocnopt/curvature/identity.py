@@ -22,6 +22,7 @@ class IdentityMetric(Metric):
 
 class Identity(Curvature):
     name = "identity"
+    is_diagonal = True
 
     def measure(self, bucket: Bucket, a: Tensor | None) -> IdentityMetric:
         return IdentityMetric()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ocnopt.groups import Groups
 from ocnopt.layers import outer
-from ocnopt.layers.base import Adapter, Call, KroneckerInputs
+from ocnopt.layers.base import Adapter, Call, KroneckerInputs, spread
 
 
 class Affine(Adapter):
@@ -59,12 +59,8 @@ class Affine(Adapter):
 
     def weight_gradients(self, call: Call, groups: Groups) -> Tensor:
         """``[r, *weight.shape]``."""
-        found, part = self.weight_part_gradients(call, groups), self.weight_part(call)
-        if not part:
-            return found
-        whole = found.new_zeros(len(found), *self.parameters(call.module)["weight"].shape)
-        whole[:, *part] = found
-        return whole
+        found = self.weight_part_gradients(call, groups)
+        return spread(found, self.weight_part(call), self.parameters(call.module)["weight"].shape)
 
     def parts(self, call: Call) -> dict[str, tuple[slice, ...]]:
         part = self.weight_part(call)

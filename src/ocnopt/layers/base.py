@@ -8,7 +8,7 @@ the positions at which a sample uses the same weights (pixels of a convolution, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -211,6 +211,16 @@ class Adapter(ABC):
         if call.h.dim() == 0 or call.x.dim() == 0 or call.x.shape[0] != call.h.shape[0]:
             return "dimension 0 of its output is not that of its input, so it cannot be the samples"
         return None
+
+
+def spread(v: Tensor, part: tuple[slice, ...], shape: Sequence[int]) -> Tensor:
+    """A tensor of a part of a parameter, with zeros around it; or several, ``[r, …]``."""
+    if not part:
+        return v
+    lead = v.shape[: v.dim() - len(shape)]
+    found = v.new_zeros(*lead, *shape)
+    found[(slice(None),) * len(lead) + part] = v
+    return found
 
 
 def first_tensor(tree: Any) -> Tensor | None:
