@@ -17,7 +17,7 @@ from ocnopt.gradients import GroupGradients
 from ocnopt.groups import Part
 from ocnopt.layers.base import Call
 from ocnopt.linalg import full_precision
-from ocnopt.multi import copied
+from ocnopt.multi import copied, pieces
 from ocnopt.phases import CURVATURE
 
 
@@ -94,6 +94,9 @@ class Bucket(Actor):
     def apply(self, answer: Answer) -> None:
         self.preconditioned, N, w = None, self.fictitious, answer.w
         m, ahead = self.zeros_like_parameters("momentum") if self.group["momentum"] else None, self.looks_ahead
+        if self._drifts:
+            self._apply_in_turn(w)
+            return
         if m is not None:
             self._coast(m)
             (self.gradients.add_to if ahead else self.gradients.give_to)(m, w, N * self.intake)
@@ -105,6 +108,24 @@ class Bucket(Actor):
                 torch._foreach_add_(direction, m, alpha=self.group["momentum"])
             change = self._planned(direction, own=True)
         torch._foreach_sub_(self.shelf.parts(self.params), change)
+
+    def _apply_in_turn(self, w: Tensor) -> None:
+        """One parameter after another, each as long as it is next to the cores."""
+        assert self.metric is not None
+        coasting, stride = self._coasting, self.ok * self.lr / self._momentum_correction
+        for i, (p, m) in enumerate(zip(self.shelf.parts(self.params), self._momentum, strict=True)):
+            self.gradients.select([i]).add_to([m.mul_(coasting)], w, self.fictitious * self.intake)
+            self._move(p, m, i, stride)
+
+    def _move(self, p: Tensor, v: Tensor, i: int, by: Tensor) -> None:
+        """p − by · C^{-1} v, of parameter i."""
+        assert self.metric is not None
+        diagonals = self.metric.diagonals
+        if diagonals is None:
+            p.addcmul_(v, by, value=-1)
+            return
+        for some, theirs, source in pieces(p, v, diagonals.sources[i]):
+            some.addcmul_(theirs / diagonals.of(source), by, value=-1)
 
     def coast(self) -> None:
         """The part of :meth:`apply` that the policy has no say in, momentum and decay: for all layers at once, before
@@ -139,14 +160,14 @@ class Bucket(Actor):
         """
         assert self.metric is not None
         plain = not (self.has_decay or self.has_decoupled_decay or self.looks_ahead or self._few_digits)
-        here = self.params[0].device.type == "cpu" and self.metric.is_identity
+        here = self.params[0].device.type == "cpu" and (self.metric.is_identity or self.metric.diagonals is not None)
         return bool(self.group["momentum"]) and plain and here
 
     def _drift(self, params: Sequence[Tensor], index: Sequence[int]) -> None:
         assert self.stride is not None
         share = self.stride * self._coasting
         for p, i in zip(params, index, strict=True):
-            p.addcmul_(self._momentum[i], share, value=-1)
+            self._move(p, self._momentum[i], i, share)
 
     def steer(self, seats: Sequence[int], answer: Answer) -> None:
         """The part that it has."""

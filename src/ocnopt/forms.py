@@ -211,7 +211,7 @@ class Forms:
         """Is it known here that there is nothing to mask, and is nobody going to write to the gradients? A copy of all
         of them takes as long as a good part of a step.
         """
-        written = self.maximize or (shelf.kind is Shared and not isinstance(shelf.curvature, Identity))
+        written = self.maximize or (shelf.kind is Shared and not shelf.curvature.is_diagonal)
         return not written and whole_step.may_look(ok) and bool(ok)
 
     def _are_sums(self, shelf: Shelf) -> list[bool]:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -20,10 +20,10 @@ from ocnopt import whole_step
 from ocnopt.groups import Groups
 from ocnopt.layers.base import Adapter, Call, spread
 from ocnopt.layers.outer import CACHED
-from ocnopt.multi import inner
+from ocnopt.multi import inner, pieces
 
 if TYPE_CHECKING:
-    from ocnopt.curvature.base import Metric
+    from ocnopt.curvature.base import Diagonals, Metric
 
 
 #: up to so many tensors one operation each is as quick as two for all of them; on a CPU it always is quicker
@@ -121,15 +121,23 @@ class Shared(GroupGradients):
         return self.grads
 
     def preconditioned(self, metric: Metric) -> Shared:
-        return self if metric.is_identity else Shared(metric.solve(self.grads), self.fractions)
+        if metric.is_identity:
+            return self
+        if metric.diagonals is not None and self.grads[0].device.type == "cpu":
+            return Divided(self.grads, self.fractions, diagonals=metric.diagonals)
+        return Shared(metric.solve(self.grads), self.fractions)
 
     def kernels(self, other: GroupGradients) -> Tensor:
         assert isinstance(other, Shared)
+        if isinstance(other, Divided):
+            return other.kernels(self)
         known = self.squares if other is self else None
         return self._spread(self._spread(inner(self.grads, other.grads) if known is None else known))
 
     def products(self, other: GroupGradients, vectors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         assert isinstance(other, Shared)
+        if isinstance(other, Divided):
+            return other.products_with(self, vectors)
         if other is self and self.squares is not None:
             return super().products(other, vectors)
         both = inner([*self.grads, *vectors], [*other.grads, *other.grads]).view(2, -1)  # in as few launches as one
@@ -144,6 +152,60 @@ class Shared(GroupGradients):
 
     def select(self, parameters: Sequence[int]) -> Shared:
         return Shared([self.grads[i] for i in parameters], self.fractions)
+
+
+@dataclass
+class Divided(Shared):
+    """C^{-1} G of a diagonal C, which is not stored: on a CPU it takes longer to write down than to work out again."""
+
+    diagonals: Diagonals = field(kw_only=True)
+
+    def mix(self, w: Tensor) -> list[Tensor]:
+        share = self._share(w)
+        return [(g / self.diagonals.of(v)).mul_(share) for g, v in self._pairs]
+
+    @property
+    def _pairs(self) -> Iterable[tuple[Tensor, Tensor]]:
+        return zip(self.grads, self.diagonals.sources, strict=True)
+
+    def total(self) -> list[Tensor]:
+        return self.mix(self.fractions.new_ones(len(self.fractions)))
+
+    def add_to(self, tensors: Sequence[Tensor], w: Tensor, scale: float = 1.0, stride: Tensor | None = None) -> None:
+        share = self._share(_times(w, stride))
+        for t, (g, v) in zip(tensors, self._pairs, strict=True):
+            for some, theirs, source in pieces(t, g, v):
+                some.addcmul_(theirs / self.diagonals.of(source), share, value=scale)
+
+    def preconditioned(self, metric: Metric) -> Shared:
+        raise TypeError("these have gone through a metric already")
+
+    def kernels(self, other: GroupGradients) -> Tensor:
+        """G'^T C^{-1} G."""
+        assert isinstance(other, Shared)
+        return self._spread(self._spread(self._products(other.grads)[0]))
+
+    def project(self, vectors: Sequence[Tensor]) -> Tensor:
+        return self._spread(self._products(vectors)[0])
+
+    def products_with(self, other: Shared, vectors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        K, u = self._products(other.grads, vectors)
+        return self._spread(self._spread(K)), self._spread(u)
+
+    def _products(self, *others: Sequence[Tensor]) -> Tensor:
+        """``[n of others, parameters]``: x^T C^{-1} g."""
+        found = []
+        for (g, v), *theirs in zip(self._pairs, *others, strict=True):
+            sums = []
+            for some, source, *xs in pieces(g, v, *theirs):
+                row = (some / self.diagonals.of(source)).view(-1)
+                sums.append(torch.stack([torch.dot(x.reshape(-1), row) for x in xs]))
+            found.append(sums[0] if len(sums) == 1 else torch.stack(sums).sum(0))
+        return torch.stack(found, 1)
+
+    def select(self, parameters: Sequence[int]) -> Divided:
+        grads = [self.grads[i] for i in parameters]
+        return Divided(grads, self.fractions, diagonals=self.diagonals.select(parameters))
 
 
 @dataclass
@@ -241,18 +303,21 @@ class Explicit(GroupGradients):
 
 
 class Scaled(GroupGradients):
-    """C^{-1} G of a diagonal C, which is not stored: on a CPU it takes longer to write down than to work out again."""
+    """As :class:`Divided`, of gradients that are stored."""
 
-    def __init__(self, G: Explicit, diagonals: Sequence[Tensor]) -> None:
+    def __init__(self, G: Explicit, diagonals: Diagonals) -> None:
         self.G, self.diagonals, self.fractions = G, diagonals, G.fractions
 
     def mix(self, w: Tensor) -> list[Tensor]:
-        return list(torch._foreach_div(self.G.mix(w), list(self.diagonals)))
+        return [v.div_(self.diagonals.of(d)) for v, d in zip(self.G.mix(w), self.diagonals.sources, strict=True)]
 
     def add_to(self, tensors: Sequence[Tensor], w: Tensor, scale: float = 1.0, stride: Tensor | None = None) -> None:
-        w, own = _times(w, stride), zip(self.G.own(tensors), self.G.own(self.diagonals), self.G.columns, strict=True)
-        for t, d, G in own:
+        w = _times(w, stride)
+        for t, d, G in zip(self.G.own(tensors), self._own(), self.G.columns, strict=True):
             t.addcdiv_(torch.mv(_rows(G).T, w).view(t.shape), d, value=scale)
+
+    def _own(self) -> Iterable[Tensor]:
+        return (self.diagonals.of(d) for d in self.G.own(self.diagonals.sources))
 
     def preconditioned(self, metric: Metric) -> GroupGradients:
         raise TypeError("these have gone through a metric already")
@@ -260,14 +325,14 @@ class Scaled(GroupGradients):
     def kernels(self, other: GroupGradients) -> Tensor:
         """G'^T C^{-1} G."""
         assert isinstance(other, Explicit)
-        pairs = zip(other.columns, self.G.columns, self.G.own(self.diagonals), strict=True)
+        pairs = zip(other.columns, self.G.columns, self._own(), strict=True)
         return torch.stack([_scaled_products(_rows(x), _rows(y), d.reshape(-1)) for x, y, d in pairs])
 
     def project(self, vectors: Sequence[Tensor]) -> Tensor:
-        return self.G.project(torch._foreach_div(list(vectors), list(self.diagonals)))
+        return self.G.project([v / self.diagonals.of(d) for v, d in zip(vectors, self.diagonals.sources, strict=True)])
 
     def select(self, parameters: Sequence[int]) -> Scaled:
-        return Scaled(self.G.select(parameters), [self.diagonals[i] for i in parameters])
+        return Scaled(self.G.select(parameters), self.diagonals.select(parameters))
 
 
 def _scaled_products(x: Tensor, y: Tensor, d: Tensor) -> Tensor:
