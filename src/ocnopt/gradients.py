@@ -198,7 +198,7 @@ class Divided(Shared):
         for (g, v), *theirs in zip(self._pairs, *others, strict=True):
             sums = []
             for some, source, *xs in pieces(g, v, *theirs):
-                row = (some / self.diagonals.of(source)).view(-1)
+                row = (some / self.diagonals.of(source)).reshape(-1)
                 sums.append(torch.stack([torch.dot(x.reshape(-1), row) for x in xs]))
             found.append(sums[0] if len(sums) == 1 else torch.stack(sums).sum(0))
         return torch.stack(found, 1)

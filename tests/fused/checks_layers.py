@@ -39,7 +39,8 @@ def test_gradients_of_batch_norms(rank: int, shape: tuple[int, ...], monkeypatch
         assert found is not None
         got = [found.into, found.weight, found.bias, *found.columns]
         torch.testing.assert_close([t.double() for t in got], [*expected, *columns], rtol=1e-5, atol=2e-5)
-    assert norms.backward(x.double(), h, *statistics, weight, groups) is None
+    assert not norms._has_kernel(rank, x.double(), h, weight)
+    assert not norms._has_kernel(9, x, h, weight)
     assert norms.backward(x, h.clone().requires_grad_(), *statistics, weight, groups) is None
 
 
@@ -78,7 +79,8 @@ def test_steps_of_a_network_with_batch_norms(options: dict[str, Any], feedback: 
                 loss_of(model, i).backward()
             assert opt._tape is not None
             split = {record.name for record in opt._tape.records if record.columns}
-            assert split == ({"0", "3", "7"} if without else {"0", "1", "3", "6", "7"})
+            others = {"1", "6"} if DEVICE.type == "cpu" or not without else set()
+            assert split == {"0", "3", "7"} | others
         for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
             torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=2e-4 if DEVICE.type == "cuda" else 1e-6)
         with without_kernels():
@@ -105,7 +107,7 @@ def test_batch_norms_that_are_differentiated_twice_or_in_part() -> None:
 
 def test_batch_norms_of_which_nothing_is_taken_over() -> None:
     """Of those without a bias, that are evaluated, whose input is laid out otherwise, and of many groups."""
-    for change in ("bias", "eval", "order", "rank"):
+    for change in ("bias", "eval", "order", *(["rank"] if DEVICE.type == "cuda" else [])):
         model = network()
         opt = OCNOpt(model.parameters(), 0.05, model=model, rank=9 if change == "rank" else 4, graphed=False)
         if change == "bias":

@@ -6,11 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.layers.oracle import adapter_of, assert_same, call_of, check
+from tests.layers.oracle import adapter_of, assert_same, brute_force, call_of, check
 from torch import Tensor, distributed, nn
 
+from ocnopt.fused import norms
 from ocnopt.groups import Groups
-from ocnopt.layers import find
+from ocnopt.layers import Call, find
 
 
 def perturbed(layer: nn.Module) -> nn.Module:
@@ -160,3 +161,25 @@ def test_statistics_of_several_processes_are_refused(monkeypatch: pytest.MonkeyP
     assert adapter is None
     assert reason == "its batch statistics are those of 4 processes, of which this is one"
     assert find(nn.BatchNorm2d(4))[1] is None
+
+
+@pytest.mark.parametrize("shape", [(12, 4), (12, 4, 3), (12, 4, 2, 3)], ids=str)
+@pytest.mark.parametrize("rank", [2, 3, 5])
+@pytest.mark.parametrize("cached", [1, 100, 10**6])
+def test_gradients_by_group_some_groups_at_a_time(
+    shape: tuple[int, ...], rank: int, cached: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(norms, "CACHED", cached)
+    torch.manual_seed(0)
+    x, h, dims = torch.randn(shape).double() + 3, torch.randn(shape).double(), [0, *range(2, len(shape))]
+    layer, groups = nn.BatchNorm1d(4).double() if len(shape) < 4 else nn.BatchNorm2d(4).double(), Groups(12, rank)
+    nn.init.normal_(layer.weight)
+    statistics = x.mean(dims), (x.var(dims, unbiased=False) + layer.eps).rsqrt()
+    found = norms.backward(x, h, *statistics, layer.weight.detach(), groups)
+    assert found is not None
+    expected = brute_force(Call(layer, (x,), {}, h), groups)
+    assert_same(found.columns[0], expected["weight"])
+    assert_same(found.columns[1], expected["bias"])
+    assert_same(found.weight, expected["weight"].sum(0))
+    x.requires_grad_()
+    assert_same(found.into, torch.autograd.grad(layer(x), x, h)[0])

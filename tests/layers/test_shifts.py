@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.layers.oracle import adapter_of, assert_same, call_of
 from torch import Tensor, nn
 
-from ocnopt.layers import conv, outer, shifts
+from ocnopt.layers import outer, shifts, windows
 
 
 def plain(call: Any) -> Tensor:
@@ -120,7 +120,7 @@ def test_large_kernels_and_patches_are_unfolded(
 def test_windows_are_not_formed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A factor without a bias needs none of them."""
     call = call_of(nn.Conv2d(8, 4, 3, padding=1, bias=False), torch.randn(4, 8, 9, 9))
-    monkeypatch.setattr(conv, "_windows", None)
+    monkeypatch.setattr(windows, "windows", None)
     adapter = adapter_of(call.module)
     assert adapter.kronecker_sums(call)[0].shape == (1, 72, 72)
     assert adapter.kronecker_gradients(call).shape == (4, 1, 4, 72)

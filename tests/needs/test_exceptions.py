@@ -167,3 +167,20 @@ def test_a_part_called_after_a_failed_forward_pass_does_not_belong_to_it() -> No
     nn.functional.cross_entropy(model[-1](torch.ones(4, 8, dtype=torch.float64)), batches(size=4)[0][1]).backward()
     with pytest.raises(RuntimeError, match="forward and backward pass of the attached model itself"):
         opt.step()
+
+
+def test_what_was_put_back_is_nobody_elses_memory() -> None:
+    """The copies of a failed step are the state from then on: those of the next one are others, or a second failure
+    would put back what it has spoilt.
+    """
+    model, opt = start({"feedback": "nonlinear", "curvature": "adaptive", "rank": 1})
+    train(model, opt, batches(2))
+    for seed in (3, 4):
+        backward(model, *batches(seed=seed)[0])
+        before, state = values(model), state_of(opt)
+        model[3].fuse = 1
+        with pytest.raises(InterruptedError):
+            opt.step()
+        assert_identical(values(model), before)
+        assert_identical(state_of(opt), state)
+        opt.zero_grad()

@@ -28,10 +28,12 @@ class Gradients(NamedTuple):
 
 def fit(rank: int, *tensors: Tensor) -> bool:
     """Can these be had, for so many groups?"""
-    if tensors[0].device.type == "cpu":
-        return all(t.dtype == compute_dtype(t.dtype) and t.is_contiguous() and t.numel() for t in tensors)
-    plain = all(t.dtype == torch.float32 and t.is_contiguous() and t.numel() for t in tensors)
-    return plain and support.splits_on(tensors[0].device, rank)
+    plain = all(t.dtype == compute_dtype(t.dtype) and t.is_contiguous() and t.numel() for t in tensors)
+    return plain and (tensors[0].device.type == "cpu" or _has_kernel(rank, *tensors))
+
+
+def _has_kernel(rank: int, *tensors: Tensor) -> bool:
+    return all(t.dtype == torch.float32 for t in tensors) and support.splits_on(tensors[0].device, rank)
 
 
 def backward(x: Tensor, h: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, groups: Groups) -> Gradients | None:
@@ -41,11 +43,11 @@ def backward(x: Tensor, h: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, 
     given = x, h, mean, scale, weight
     if not fit(groups.rank, *given) or any(map(is_differentiated, given)):
         return None
-    if x.device.type == "cpu":
-        how = None, None, mean, scale, True, 0.0, [True] * 3
-        into, *sums = torch.ops.aten.native_batch_norm_backward(h, x, weight, *how)
-        return Gradients(into, _columns(x, h, mean, scale, groups), *sums)
-    return _by_kernel(given, groups)
+    if _has_kernel(groups.rank, *given):
+        return _by_kernel(given, groups)
+    how = None, None, mean, scale, True, 0.0, [True] * 3
+    into, *sums = torch.ops.aten.native_batch_norm_backward(h, x, weight, *how)
+    return Gradients(into, _columns(x, h, mean, scale, groups), *sums)
 
 
 def _columns(x: Tensor, h: Tensor, mean: Tensor, scale: Tensor, groups: Groups) -> Tensor:

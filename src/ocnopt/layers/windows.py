@@ -24,14 +24,19 @@ class Sight(NamedTuple):
     """Neighbouring taps of a kernel, and what is to be padded so that these see what they do."""
 
     taps: tuple[slice, ...]  # by axis of space
-    pads: tuple[int, ...]  # as ``F.pad`` takes them: less than none is cut off
+    pads: tuple[int, ...]  # in the order of ``F.pad``, the last axis first; less than none is cut off afterwards
 
     @property
     def kernel(self) -> list[int]:
         return [taps.stop - taps.start for taps in self.taps]
 
     def of(self, x: Tensor) -> Tensor:
-        return F.pad(x, self.pads) if any(self.pads) else x
+        if max(self.pads) > 0:
+            x = F.pad(x, [max(n, 0) for n in self.pads])
+        for axis, (before, after) in enumerate(zip(self.pads[::2], self.pads[1::2], strict=True), start=1):
+            first = max(-before, 0)
+            x = x.narrow(-axis, first, x.shape[-axis] - first - max(-after, 0))
+        return x
 
 
 @lru_cache(maxsize=1024)
