@@ -95,14 +95,14 @@ def _products(x: Tensor, blocks: int) -> Tensor:
 
 @whole_step.remembered
 def _meetings(axes: tuple[Axis, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``[positions², pixels²]``: how many taps see pixel l from position p, and pixel m from position q."""
+    """``[positions², pixels²]``: 1 where some tap sees pixel l from position p, and pixel m from position q."""
     seen = [[_pixels(axis, tap) for tap in range(axis.kernel)] for axis in axes]
     found = torch.zeros(*[axis.positions for axis in axes] * 2, *[axis.size for axis in axes] * 2)
     for taps in product(*seen):
         for pairs in product(*(product(own, own) for own in taps)):
             here, there = zip(*pairs, strict=True)
             (p, pixel), (q, other) = (zip(*each, strict=True) for each in (here, there))
-            found[*p, *q, *pixel, *other] += 1
+            found[*p, *q, *pixel, *other] = 1
     positions = prod(axis.positions for axis in axes)
     return found.reshape(positions**2, -1).to(device, dtype)
 
