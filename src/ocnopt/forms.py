@@ -15,7 +15,8 @@ from ocnopt.curvature import Identity
 from ocnopt.curvature.tally import Tally, length_of
 from ocnopt.distributed import World
 from ocnopt.fused import support
-from ocnopt.gradients import Explicit, Gram, GramRow, GroupGradients, Shared
+from ocnopt.gradients import Explicit, GroupGradients, Shared
+from ocnopt.gram import Gram, GramRow
 from ocnopt.groups import Part, Samples
 from ocnopt.hosts import Host
 from ocnopt.layers.base import Call, compute_dtype, spread

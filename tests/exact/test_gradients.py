@@ -19,7 +19,8 @@ import ocnopt.gradients
 import ocnopt.multi
 from ocnopt.curvature.adaptive import DiagonalMetric, Roots
 from ocnopt.forms import Forms
-from ocnopt.gradients import Explicit, Gram, GroupGradients, Shared
+from ocnopt.gradients import Explicit, GroupGradients, Shared
+from ocnopt.gram import Gram
 from ocnopt.layers import Adapter
 from ocnopt.players import Player
 

@@ -21,7 +21,8 @@ from torch import nn
 
 from ocnopt import OCNOpt
 from ocnopt.fused import sums
-from ocnopt.gradients import Explicit, Gram
+from ocnopt.gradients import Explicit
+from ocnopt.gram import Gram
 from ocnopt.groups import Groups
 from ocnopt.layers.base import Call
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ocnopt.groups import Groups
-from ocnopt.layers import conv, find, windows
+from ocnopt.layers import conv, find, ways, windows
 
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
@@ -21,7 +21,7 @@ def images(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(params=conv.Way, ids=lambda way: way.name)
+@pytest.fixture(params=ways.Way, ids=lambda way: way.name)
 def _every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ways to form group gradients, whatever the rule of thumb would choose."""
     monkeypatch.setattr(conv, "way", lambda *_: request.param)
@@ -189,32 +189,32 @@ def test_the_gram_form_is_chosen_where_it_is_cheaper() -> None:
 @pytest.mark.parametrize(
     ("device", "rank", "positions", "weight", "blocks", "way"),
     [
-        ("cpu", 8, 16, (64, 64, 3, 3), 1, conv.Way.IN_TURN),  # a group is work enough for a call
-        ("cpu", 64, 16, (16, 16, 3, 3), 1, conv.Way.FOLDED),
-        ("cpu", 64, 16, (16, 12, 3, 3), 1, conv.Way.IN_TURN),  # not in eights
-        ("cpu", 8, 16, (32, 1, 3, 3), 32, conv.Way.FOLDED),
-        ("cpu", 8, 128, (32, 1, 3, 3), 1, conv.Way.FOLDED),
-        ("cpu", 8, 784, (32, 1, 3, 3), 1, conv.Way.IN_TURN),  # a group is work enough
-        ("cpu", 8, 784, (32, 2, 3, 3), 1, conv.Way.IN_TURN),
-        ("cpu", 8, 4, (256, 128, 3, 3), 1, conv.Way.WINDOWS),  # few windows, many channels
-        ("cpu", 1, 1, (512, 512, 3, 3), 1, conv.Way.WINDOWS),
-        ("cpu", 1, 16, (512, 512, 3, 3), 1, conv.Way.IN_TURN),
-        ("cpu", 8, 1, (64, 1, 3, 3), 64, conv.Way.FOLDED),
-        ("cuda", 8, 16, (128, 128, 3, 3), 1, conv.Way.WINDOWS),
-        ("cuda", 8, 64, (64, 64, 3, 3), 1, conv.Way.FOLDED),
-        ("cuda", 8, 16, (32, 1, 3, 3), 32, conv.Way.FOLDED),
-        ("cuda", 1, 16, (128, 128, 3, 3), 1, conv.Way.IN_TURN),  # the layer's own weight gradient
+        ("cpu", 8, 16, (64, 64, 3, 3), 1, ways.Way.IN_TURN),  # a group is work enough for a call
+        ("cpu", 64, 16, (16, 16, 3, 3), 1, ways.Way.FOLDED),
+        ("cpu", 64, 16, (16, 12, 3, 3), 1, ways.Way.IN_TURN),  # not in eights
+        ("cpu", 8, 16, (32, 1, 3, 3), 32, ways.Way.FOLDED),
+        ("cpu", 8, 128, (32, 1, 3, 3), 1, ways.Way.FOLDED),
+        ("cpu", 8, 784, (32, 1, 3, 3), 1, ways.Way.IN_TURN),  # a group is work enough
+        ("cpu", 8, 784, (32, 2, 3, 3), 1, ways.Way.IN_TURN),
+        ("cpu", 8, 4, (256, 128, 3, 3), 1, ways.Way.WINDOWS),  # few windows, many channels
+        ("cpu", 1, 1, (512, 512, 3, 3), 1, ways.Way.WINDOWS),
+        ("cpu", 1, 16, (512, 512, 3, 3), 1, ways.Way.IN_TURN),
+        ("cpu", 8, 1, (64, 1, 3, 3), 64, ways.Way.FOLDED),
+        ("cuda", 8, 16, (128, 128, 3, 3), 1, ways.Way.WINDOWS),
+        ("cuda", 8, 64, (64, 64, 3, 3), 1, ways.Way.FOLDED),
+        ("cuda", 8, 16, (32, 1, 3, 3), 32, ways.Way.FOLDED),
+        ("cuda", 1, 16, (128, 128, 3, 3), 1, ways.Way.IN_TURN),  # the layer's own weight gradient
     ],
 )
-def test_which_way(device: str, rank: int, positions: int, weight: tuple[int, ...], blocks: int, way: conv.Way) -> None:
-    assert conv.way(device, Groups(128, rank), positions, weight, blocks) is way
+def test_which_way(device: str, rank: int, positions: int, weight: tuple[int, ...], blocks: int, way: ways.Way) -> None:
+    assert ways.way(device, Groups(128, rank), positions, weight, blocks) is way
 
 
 def test_which_way_with_a_stride() -> None:
     stem = (64, 3, 7, 7)
-    assert conv.way("cuda", Groups(128, 8), 256, stem, 1) is conv.Way.FOLDED
-    assert conv.way("cuda", Groups(128, 8), 256, stem, 1, strided=True) is conv.Way.WINDOWS
-    assert conv.way("cuda", Groups(128, 8), 4096, stem, 1, strided=True) is conv.Way.FOLDED  # too many to write down
+    assert ways.way("cuda", Groups(128, 8), 256, stem, 1) is ways.Way.FOLDED
+    assert ways.way("cuda", Groups(128, 8), 256, stem, 1, strided=True) is ways.Way.WINDOWS
+    assert ways.way("cuda", Groups(128, 8), 4096, stem, 1, strided=True) is ways.Way.FOLDED  # too many to write down
 
 
 @pytest.mark.parametrize(("batch", "most"), [(7, 3), (12, 1), (8, 8)])

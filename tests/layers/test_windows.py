@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ocnopt.groups import Groups
 from ocnopt.layers import Call, outer, windows
 from ocnopt.layers.base import spread
-from ocnopt.layers.conv import Conv, Way, _axes
+from ocnopt.layers.conv import Conv, _axes
+from ocnopt.layers.ways import Way
 
 DIMENSIONS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
