@@ -106,8 +106,10 @@ def test_every_layer(name: str, batch: int, rank: int | str) -> None:
 
 def test_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step asks no layer for gradients again."""
-    asked, compute = [], LinearAdapter._gradients
-    monkeypatch.setattr(LinearAdapter, "_gradients", lambda *given: (asked.append(given[1].module), compute(*given))[1])
+    asked, compute = [], LinearAdapter.group_gradients
+    monkeypatch.setattr(
+        LinearAdapter, "group_gradients", lambda *given: (asked.append(given[1].module), compute(*given))[1]
+    )
     model = mlp().double()
     opt = game(model)
     loss(model(samples())).backward()

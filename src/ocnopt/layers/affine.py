@@ -70,6 +70,8 @@ class Affine(Adapter):
         return self._gradients(call, groups, self.weight_gradients)
 
     def part_gradients(self, call: Call, groups: Groups) -> dict[str, Tensor]:
+        if not self.weight_part(call):
+            return self.group_gradients(call, groups)
         return self._gradients(call, groups, self.weight_part_gradients)
 
     def _gradients(self, call: Call, groups: Groups, of_weight: Callable[[Call, Groups], Tensor]) -> dict[str, Tensor]:
