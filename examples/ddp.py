@@ -12,6 +12,7 @@ import os
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before init_process_group: see "At the end" in docs/parallel.md
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -54,6 +55,6 @@ if __name__ == "__main__":
     here = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
     if "RANK" in os.environ:
         dist.init_process_group(device_id=here if here.type == "cuda" else None)
-    train(here, options.epochs, options.batch_size)
+    train(here, options.epochs, options.batch_size)  # a function: nothing it made is left when the group is destroyed
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -17,6 +17,22 @@ TRAINERS = {  # the example, and the package it is about
     "with_accelerate": "accelerate",
     "with_transformers": "transformers",
 }
+IN_THE_LAB = """
+import torch
+from ocnopt import OCNOpt
+from ocnopt.lab.world import join
+
+def train(world):
+    model = world.wrap(torch.nn.Linear(3, 2))
+    opt = OCNOpt(model.parameters(), model=model, curvature="kronecker")
+    for _ in range(2):
+        opt.zero_grad()
+        model(torch.randn(4, 3)).square().mean().backward()
+        opt.step()
+
+with join(torch.device("cpu")) as world:
+    train(world)
+"""
 CONTENDERS = ("SGD", "RMSprop", "Adam", "OCNOpt identity", "OCNOpt adaptive", "OCNOpt kronecker")
 
 
@@ -97,3 +113,14 @@ def test_ddp_on_one_process_and_on_two() -> None:
     assert [each[2] for each in found] == [1, 2]
     assert found[0][:2] == pytest.approx(found[1][:2], rel=1e-2)
     assert found[0][1] > 90
+
+
+def test_scripts_for_several_processes_let_go_of_their_group(tmp_path: Path) -> None:
+    """Threads of a group that outlives ``destroy_process_group`` may abort a process that ends, now and then."""
+    in_the_lab = tmp_path / "in_the_lab.py"
+    in_the_lab.write_text(IN_THE_LAB, encoding="utf-8")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    for script in ((str(ROOT / "examples" / "ddp.py"), "--epochs", "1"), (str(in_the_lab),)):
+        command = [sys.executable, *torchrun, str(Path(__file__).with_name("lets_go.py")), *script]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert run.returncode == 0, run.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import re
@@ -103,6 +104,9 @@ def join(device: torch.device) -> Iterator[World]:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    # Imported later, as DistributedDataParallel does, its functions have the group for a default, and gloo's threads
+    # outlive destroy_process_group: one that lets go of a tensor while Python ends aborts the process.
+    importlib.import_module("torch.distributed.nn")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield World(dist.get_rank(), dist.get_world_size())
