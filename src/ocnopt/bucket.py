@@ -17,7 +17,7 @@ from ocnopt.gradients import GroupGradients
 from ocnopt.groups import Part
 from ocnopt.layers.base import Call
 from ocnopt.linalg import full_precision
-from ocnopt.multi import copied, pieces
+from ocnopt.multi import copied, in_pieces
 from ocnopt.phases import CURVATURE
 
 
@@ -124,7 +124,7 @@ class Bucket(Actor):
         if diagonals is None:
             p.addcmul_(v, by, value=-1)
             return
-        for some, theirs, source in pieces(p, v, diagonals.sources[i]):
+        for some, theirs, source in in_pieces(p, v, diagonals.sources[i]):
             some.addcmul_(theirs / diagonals.of(source), by, value=-1)
 
     def coast(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ocnopt import whole_step
-from ocnopt.curvature import Identity
+from ocnopt.curvature import Adaptive, Identity
 from ocnopt.curvature.tally import Tally, length_of
 from ocnopt.distributed import World
 from ocnopt.fused import support
@@ -26,6 +26,9 @@ from ocnopt.players import Player, Use
 from ocnopt.records import Folded, Pass, Record
 from ocnopt.shelves import Shelf
 from ocnopt.trees import mapped
+
+#: whose metrics can be applied to parts of tensors, and that write to no gradient
+_DIAGONAL = Identity, Adaptive
 
 
 class Calls:
@@ -198,7 +201,7 @@ class Forms:
         and graphs do with fewer kinds of tensors.)
         """
         formed = id(shelf) in self._of_shelves
-        if formed or not shelf.curvature.is_diagonal or shelf.params[0].device.type != "cpu":
+        if formed or type(shelf.curvature) not in _DIAGONAL or shelf.params[0].device.type != "cpu":
             return {}
         uses = enumerate(uses for player in shelf.players for uses in player.uses)
         return {i: part for i, (use, *_) in uses if i in known and (part := self._part(use))}
@@ -212,8 +215,8 @@ class Forms:
         """Is it known here that there is nothing to mask, and is nobody going to write to the gradients? A copy of all
         of them takes as long as a good part of a step.
         """
-        written = self.maximize or (shelf.kind is Shared and not shelf.curvature.is_diagonal)
-        return not written and whole_step.may_look(ok) and bool(ok)
+        read_only = type(shelf.curvature) in _DIAGONAL and not self.maximize
+        return read_only and whole_step.may_look(ok) and bool(ok)
 
     def _are_sums(self, shelf: Shelf) -> list[bool]:
         """Of each parameter: is it known that its columns add up to the gradient as it is?"""
@@ -223,6 +226,8 @@ class Forms:
     def _is_sum(self, p: Tensor, uses: Sequence[Use]) -> bool:
         records = [record for use in uses for record in self.calls.by_module.get(use.module_name, ())]
         alone = len(records) == len(uses) == 1 and self.folded is None and self.world.size == 1
+        # a factor that was found by comparing other gradients with what they were may not be that of this one
+        alone = alone and records[0].origin.scale is None
         return alone and nothing_else(records[0], uses[0].own_name, p.grad)
 
     def columns_of(self, shelf: Shelf, parts: Container[int] = ()) -> list[Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ocnopt import whole_step
 from ocnopt.layers.base import spread
 from ocnopt.layers.outer import CACHED
-from ocnopt.multi import inner, pieces
+from ocnopt.multi import in_pieces, inner
 
 if TYPE_CHECKING:
     from ocnopt.curvature.base import Diagonals, Metric
@@ -174,7 +174,7 @@ class Divided(Shared):
     def add_to(self, tensors: Sequence[Tensor], w: Tensor, scale: float = 1.0, stride: Tensor | None = None) -> None:
         share = self._share(_times(w, stride))
         for t, (g, v) in zip(tensors, self._pairs, strict=True):
-            for some, theirs, source in pieces(t, g, v):
+            for some, theirs, source in in_pieces(t, g, v):
                 some.addcmul_(theirs / self.diagonals.of(source), share, value=scale)
 
     def preconditioned(self, metric: Metric) -> Shared:
@@ -197,7 +197,7 @@ class Divided(Shared):
         found = []
         for (g, v), *theirs in zip(self._pairs, *others, strict=True):
             sums = []
-            for some, source, *xs in pieces(g, v, *theirs):
+            for some, source, *xs in in_pieces(g, v, *theirs):
                 row = (some / self.diagonals.of(source)).reshape(-1)
                 sums.append(torch.stack([torch.dot(x.reshape(-1), row) for x in xs]))
             found.append(sums[0] if len(sums) == 1 else torch.stack(sums).sum(0))

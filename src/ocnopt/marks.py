@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ocnopt import whole_step
 
-#: so many numbers have one product in common
-_ROW = 4096
+#: numbers that have one product with fixed ones in common, and those whose bits have
+_ROW, _PIECE = 4096, 2**18
 
 
 class Mark(NamedTuple):
@@ -20,15 +20,15 @@ class Mark(NamedTuple):
 
     place: int
     version: int
-    products: Tensor | None  # of its numbers, some at a time, with fixed ones; None: where nobody waits for them
+    prints: tuple[Tensor, Tensor] | None  # None: where nobody waits for them
 
     @classmethod
     def of(cls, t: Tensor) -> Mark:
-        here = whole_step.may_look(t) and t.is_contiguous()
-        return cls(t.data_ptr(), t._version, _products(t) if here else None)
+        here = whole_step.may_look(t) and t.is_contiguous() and t.dtype in (torch.float32, torch.float64)
+        return cls(t.data_ptr(), t._version, _prints(t) if here else None)
 
     def holds(self, t: Tensor | None) -> bool:
-        """Is it certain that this is the tensor, and that nobody has written to it?
+        """Is this the tensor, and has nobody written to it?
 
         Where its numbers cannot be looked at, only if nobody comes between: in a whole step that is captured.
         """
@@ -36,19 +36,31 @@ class Mark(NamedTuple):
             return False
         if whole_step.undisturbed():
             return True
-        # what is not a number equals nothing, not even itself
-        return self.products is not None and whole_step.may_look(t) and torch.equal(_products(t), self.products)
+        if self.prints is None or not whole_step.may_look(t):
+            return False
+        return all(map(torch.equal, _prints(t), self.prints))  # what is not a number equals nothing, not even itself
 
 
-def _products(t: Tensor) -> Tensor:
-    """What is left over of the last row stands for itself."""
+def _prints(t: Tensor) -> tuple[Tensor, Tensor]:
+    """Two that miss different things: numbers that are small beside others do not show in the first, and two signs in
+    the second make up for each other.
+    """
     flat = t.detach().view(-1)
     whole = flat.numel() - flat.numel() % _ROW
-    rows, rest = flat[:whole].view(-1, _ROW), flat[whole:]
-    return rest.clone() if not whole else torch.cat([torch.mv(rows, _fixed(t.dtype)), rest])
+    rows, rest = flat[:whole].view(-1, _ROW), flat[whole:]  # what is left over stands for itself
+    products = rest.clone() if not whole else torch.cat([torch.mv(rows, _fixed(t.dtype)), rest])
+    bits = [(some * _odd()[: len(some)]).sum(dtype=torch.int32) for some in flat.view(torch.int32).split(_PIECE)]
+    return products, torch.stack(bits)
 
 
 @whole_step.remembered
 def _fixed(dtype: torch.dtype) -> Tensor:
     """Numbers between 1 and 2, no two of them the same: what changes places is noticed, too."""
     return torch.rand(_ROW, dtype=dtype, generator=torch.Generator().manual_seed(0)) + 1
+
+
+@whole_step.remembered
+def _odd() -> Tensor:
+    """By odd numbers every change of a single number's bits comes through."""
+    draw = torch.randint(2**31 - 1, (_PIECE,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    return draw | 1

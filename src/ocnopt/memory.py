@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +24,9 @@ _CATEGORY = {
 }
 
 
-def usage(state: Mapping[Tensor, Mapping[str, Any]], tape: Tape | None) -> dict[str, int]:
+def usage(
+    state: Mapping[Tensor, Mapping[str, Any]], tape: Tape | None, copies: Sequence[Tensor] = ()
+) -> dict[str, int]:
     """By category, the ones that hold nothing left out. Memory that several tensors share is counted once."""
     held: dict[str, list[Tensor]] = {}
     for own in state.values():
@@ -32,6 +34,7 @@ def usage(state: Mapping[Tensor, Mapping[str, Any]], tape: Tape | None) -> dict[
             held.setdefault(_CATEGORY.get(key, "other state"), []).extend(tensors(value))
     if tape is not None:
         held["tape"] = list(_of_tape(tape))
+    held["copies"] = list(copies)
     seen: set[int] = set()
     sizes = {category: _bytes(theirs, seen) for category, theirs in held.items()}
     return {category: size for category, size in sizes.items() if size}

@@ -37,10 +37,10 @@ def at_once(*lists: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
         yield tuple(list(each) for each in lists)
         return
     for each in zip(*lists, strict=True):
-        yield from (tuple([t] for t in some) for some in pieces(*each))
+        yield from (tuple([t] for t in some) for some in in_pieces(*each))
 
 
-def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def in_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Tensors of one shape, some numbers of them at a time."""
     if not all(t.is_contiguous() for t in tensors):
         yield tensors
@@ -189,20 +189,20 @@ class Spare:
     """
 
     def __init__(self) -> None:
-        self._kept: list[Tensor] = []
+        self.kept: list[Tensor] = []
 
     def copied(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Good until the next ones are made."""
         if any(t.device.type != "cpu" for t in tensors):
             return copied(tensors)
-        if [*map(_layout_of, tensors)] != [*map(_layout_of, self._kept)]:
-            self._kept = [torch.empty_like(t) for t in tensors]
-        torch._foreach_copy_(self._kept, list(tensors))
-        return list(self._kept)
+        if [*map(_layout_of, tensors)] != [*map(_layout_of, self.kept)]:
+            self.kept = [torch.empty_like(t) for t in tensors]
+        torch._foreach_copy_(self.kept, list(tensors))
+        return list(self.kept)
 
     def let_go(self) -> None:
         """Of memory that somebody else is going to use."""
-        self._kept = []
+        self.kept = []
 
 
 def _layout_of(t: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:

@@ -58,7 +58,7 @@ class Product(torch.autograd.Function):
 
 
 class Normalised(torch.autograd.Function):
-    """A batch norm by the statistics of the batch, all of whose gradients come from one kernel."""
+    """A batch norm by the statistics of the batch, all of whose gradients come from what its forward pass has left."""
 
     @staticmethod
     def operands(

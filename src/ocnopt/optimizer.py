@@ -475,7 +475,7 @@ class OCNOpt(Optimizer):
         """Bytes held now, by category. ``"tape"`` is what the hooks have kept since the last step, inputs and adjoints
         of layers, and is gone after the next one; all else is state.
         """
-        return usage(self.state, self._tape)
+        return usage(self.state, self._tape, self._roster.spare.kept)
 
     # --- checkpoints ---
 

@@ -18,7 +18,7 @@ from ocnopt.distributed import World
 from ocnopt.games.live import Live, roll_out
 from ocnopt.groups import Samples
 from ocnopt.linalg import without_autocast
-from ocnopt.multi import Spare
+from ocnopt.multi import Spare, copied
 from ocnopt.phases import BELLMAN, ROLLOUT
 from ocnopt.players import Player
 from ocnopt.problem import Kernels, Problem
@@ -203,12 +203,14 @@ class Snapshot:
 
     def take(self, but: Container[str]) -> None:
         """From here on numbers change; ``but``: state of which it is known that it does not before all is well."""
-        tensors = [(own, k, v) for own in self.states for k, v in own.items() if isinstance(v, Tensor)]
-        kept = [(own, k, v) for own, k, v in tensors if k not in but]
-        copies = self._spare.copied([*self.params, *(v for _, _, v in kept)])
-        self.values = copies[: len(self.params)]
-        for (own, key, _), copy in zip(kept, copies[len(self.params) :], strict=True):
-            own[key] = copy
+        both = zip(self.params, self.states, strict=True)
+        found = [(p, own, k, v) for p, own in both for k, v in own.items() if isinstance(v, Tensor) and k not in but]
+        alike = [(own, k, v) for p, own, k, v in found if v.shape == p.shape]
+        others = [(own, k, v) for p, own, k, v in found if v.shape != p.shape]  # may be many times as large
+        copies = iter([*self._spare.copied([*self.params, *(v for *_, v in alike)]), *copied([v for *_, v in others])])
+        self.values = [next(copies) for _ in self.params]
+        for own, key, _ in (*alike, *others):
+            own[key] = next(copies)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

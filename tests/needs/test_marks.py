@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ocnopt import OCNOpt
 from ocnopt.marks import _ROW, Mark
 
 
@@ -28,9 +32,13 @@ def _one(g: Tensor) -> None:
     g.numpy().reshape(-1)[5] *= 1.01
 
 
+def _small_ones(g: Tensor) -> None:
+    g.data.view(-1)[1:] = 0
+
+
 WAYS: list[Callable[[Tensor], object]] = [
     lambda g: g.mul_(2), lambda g: g.data.neg_(), lambda g: g.data.zero_(), _swap, _swap_rows, _last, _one,
-    lambda g: g.data.fill_(torch.nan),
+    lambda g: g.data.fill_(torch.nan), _small_ones,
 ]  # fmt: skip
 
 
@@ -38,6 +46,7 @@ WAYS: list[Callable[[Tensor], object]] = [
 @pytest.mark.parametrize("way", range(len(WAYS)))
 def test_writing_is_noticed(way: int, shape: tuple[int, int]) -> None:
     g = torch.randn(shape)
+    g[0, 0] = 1e12  # beside which others are nothing
     mark = Mark.of(g)
     assert mark.holds(g)
     WAYS[way](g)
@@ -61,3 +70,24 @@ def test_small_ones_stand_for_themselves() -> None:
         if g.numel():
             g.data += 1e-3
             assert not mark.holds(g)
+
+
+@pytest.mark.parametrize("curvature", ["identity", "adaptive", "kronecker"])
+@pytest.mark.parametrize("feedback", ["linear", "nonlinear"])
+def test_who_touches_some_gradients_leaves_the_others_as_they_are(curvature: str, feedback: str) -> None:
+    """A factor that is read off those says nothing of these: they move by their own gradients."""
+    torch.manual_seed(0)
+    start = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).double()
+    x, found = torch.randn(6, 6).double(), []
+    for quick in (True, False):
+        model = copy.deepcopy(start)
+        opt = OCNOpt(model.parameters(), 0.1, model=model, rank=3, curvature=curvature, feedback=feedback)
+        model(x).square().mean().backward()
+        for p in model[0].parameters():
+            assert p.grad is not None
+            p.grad.zero_()
+        with nullcontext() if quick else patch("ocnopt.forms.nothing_else", lambda *_: False):
+            opt.step()
+        found.append([p.detach() for p in model[2].parameters()])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+    assert (found[0][0] - start[2].weight).norm() > 1e-4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from tests.toys import values
 from torch import Tensor, nn
 
-from ocnopt import OCNOpt
+from ocnopt import Metric, OCNOpt
+from ocnopt.curvature import Adaptive
 from ocnopt.layers.conv import Conv
 
 
@@ -76,3 +78,47 @@ def test_nothing_is_stored_of_what_is_zero() -> None:
     assert opt._tape is not None
     kept = {record.name: record.columns["weight"].shape[-2:] for record in opt._tape.records if record.name in "035"}
     assert kept == {"0": (3, 3), "3": (2, 2), "5": (1, 1)}
+
+
+def test_a_kernel_that_sees_nothing() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 2, padding=3, dilation=6), nn.Flatten(), nn.Linear(3, 2))
+    opt = OCNOpt(model.parameters(), 0.05, model=model, rank=3)
+    before = values(model)
+    model(torch.randn(6, 2, 1, 1)).square().mean().backward()
+    opt.step()
+    assert torch.equal(values(model)[0], before[0])
+    assert not torch.equal(values(model)[1], before[1])
+
+
+def test_a_metric_of_somebodys_own_gets_whole_gradients() -> None:
+    """It need not know of parts, whatever class it comes from."""
+
+    class Half(Metric):
+        def solve(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+            assert {v.shape[-2:] for v in vectors if v.dim() >= 4} <= {(3, 3)}
+            return [v / 2 for v in vectors]
+
+    class Halving(Adaptive):
+        def measure(self, bucket: Any, a: Tensor | None) -> Any:
+            super().measure(bucket, a)
+            return Half()
+
+    model = net()
+    opt = OCNOpt(model.parameters(), 0.05, model=model, rank=3, curvature=Halving())
+    for seed in range(3):
+        step(model, opt, seed, "")
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.0}, {"feedback": "nonlinear"}, {"rank": 3}], ids=str)
+def test_weights_in_another_order(options: dict[str, Any]) -> None:
+    found = []
+    for order in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        layers = nn.Conv2d(2, 6, 3, 2, 1), nn.Tanh(), nn.Conv2d(6, 8, 3, 2, 1), nn.Flatten(), nn.Linear(8, 3)
+        model = nn.Sequential(*layers).double().to(memory_format=order)  # type: ignore[call-overload]
+        opt = OCNOpt(model.parameters(), 0.05, model=model, **options)
+        for seed in range(3):
+            step(model, opt, seed, "")
+        found.append([p.contiguous() for p in values(model)])
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)

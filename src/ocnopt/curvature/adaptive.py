@@ -38,12 +38,8 @@ class Roots(Diagonals):
 
     @cached_property
     def together(self) -> list[Tensor]:
-        if self.weight is None:
-            roots = list(torch._foreach_clamp_min(self.sources, self._least))
-        else:
-            roots = list(torch._foreach_div(self.sources, self.weight))
-            if not self.eps:
-                torch._foreach_clamp_min_(roots, self._least)
+        means = self.sources if self.weight is None else torch._foreach_div(self.sources, self.weight)
+        roots = list(torch._foreach_clamp_min(list(means), self._least))
         torch._foreach_sqrt_(roots)
         if self.eps:
             torch._foreach_add_(roots, self.eps)
@@ -66,7 +62,6 @@ class DiagonalMetric(Metric):
 
 class Adaptive(Curvature):
     name = "adaptive"
-    is_diagonal = True
 
     def measure(self, bucket: Bucket, a: Tensor | None) -> DiagonalMetric:
         decay, eps, corrected = (bucket.group[name] for name in ("decay", "eps", "bias_correction"))

@@ -61,8 +61,6 @@ class Curvature(ABC):
 
     #: what a checkpoint calls it
     name: str
-    #: whether C is a multiple of the identity, or diagonal: parts of vectors can be solved for
-    is_diagonal: bool = False
     #: whether :meth:`measure` reads the inputs and adjoints of the layers (``bucket.calls``), which needs the model
     needs_model: bool = False
     #: whether it can do with a :class:`~ocnopt.curvature.tally.Tally` (``bucket.tallies``) instead of calls: those of a

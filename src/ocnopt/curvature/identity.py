@@ -22,7 +22,6 @@ class IdentityMetric(Metric):
 
 class Identity(Curvature):
     name = "identity"
-    is_diagonal = True
 
     def measure(self, bucket: Bucket, a: Tensor | None) -> IdentityMetric:
         return IdentityMetric()

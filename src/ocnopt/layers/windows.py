@@ -48,7 +48,14 @@ def everything(axes: tuple[Axis, ...]) -> Sight:
 @lru_cache(maxsize=1024)
 def sight(axes: tuple[Axis, ...]) -> Sight:
     """Those that see a pixel from some position, and what lies between them."""
-    return _sight(axes, [[tap for tap in range(axis.kernel) if _pixels(axis, tap)] for axis in axes])
+    return _sight(axes, [[tap for tap in range(axis.kernel) if _sees(axis, tap)] for axis in axes])
+
+
+def _sees(axis: Axis, tap: int) -> bool:
+    """Is the first pixel that it comes to, from left to right, one of the image?"""
+    first = tap * axis.dilation - axis.padding
+    n = max(-(first // axis.stride), 0)
+    return n < axis.positions and first + n * axis.stride < axis.size
 
 
 def _sight(axes: tuple[Axis, ...], seeing: Sequence[Sequence[int]]) -> Sight:
