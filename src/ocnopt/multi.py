@@ -22,8 +22,8 @@ _LARGEST = {torch.float32: 1e30, torch.float64: 1e300}
 
 _ROW = 1024
 
-#: numbers of a few tensors that fit next to two cores
-_NEAR = 2**17
+#: numbers of a few tensors that are near to two cores, and worth a call: with 2^17 and fewer calls take longer
+_NEAR = 2**19
 
 #: so many numbers are little beside what a network takes that has more parameters than that
 _CHUNK = 2**23
