@@ -38,6 +38,24 @@ def prepare() -> None:
         skip(act)
 
 
+_calls = 0  # of ours that are under way in compiled code
+
+
+def called_by(act: Callable[..., Any], *args: Any) -> Any:
+    """``act(*args)``, of compiled code."""
+    global _calls
+    _calls += 1
+    try:
+        return act(*args)
+    finally:
+        _calls -= 1
+
+
+def is_at_work() -> bool:
+    """Is a compiler, or code that it has made, where a function of ours was called?"""
+    return compiler() is not None or _calls > 0
+
+
 @cache
 def disabled(act: Callable[..., Any]) -> Callable[..., Any]:
     """The same, with no compiler at work in it."""

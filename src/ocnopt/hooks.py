@@ -18,7 +18,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from ocnopt.anatomy import modules_of
-from ocnopt.apart import apart, compiler, disabled
+from ocnopt.apart import apart, called_by, compiler, disabled
 from ocnopt.trees import tensors
 
 #: hooks by their number, which no two of them share
@@ -39,17 +39,13 @@ class Hook:
         act = self.act
         if act is None:
             return None
-        return act(*args) if compiler() is None else disabled(_call)(act, *args)
+        return act(*args) if compiler() is None else disabled(called_by)(act, *args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
         return Hook()
 
     def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
         return Hook, ()
-
-
-def _call(act: Callable[..., Any], *args: Any) -> Any:
-    return act(*args)
 
 
 class Watched:

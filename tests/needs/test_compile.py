@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.toys import CLASSES, FEATURES, SOME_GAMES, assert_identical, backward
 from torch import Tensor, nn
 
 from ocnopt import OCNOpt
+from ocnopt.games.cues import Attendance
 
 # torch's own, in the compiler: any warning is an error here
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -169,3 +171,23 @@ def test_hooks_of_others_see_a_step_once(game: dict[str, Any]) -> None:
     with torch.no_grad():
         compiled(batches()[0][0])
     assert len(seen) == 4
+
+
+@pytest.mark.parametrize("part", ["", "inner", "norm"])
+def test_compiled_after_it_was_trained(part: str) -> None:
+    """Nobody needed to look at its passes any more. Of compiled code that is not known, and a compiler is not to follow
+    whoever listens in a pass that is certain.
+    """
+    found = []
+    for compiled in (False, True):
+        model = Residual()
+        opt = OCNOpt(model.parameters(), 0.05, model=model, curvature="identity", feedback="nonlinear")
+        train(model, opt, batches(6))
+        if compiled:
+            model.get_submodule(part).compile(backend="aot_eager")
+        with patch.object(Attendance, "__init__", autospec=True, side_effect=Attendance.__init__) as certain:
+            train(model, opt, batches(3, seed=1))
+        if not part:
+            assert bool(certain.call_count) is not compiled
+        found.append(values(model))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)

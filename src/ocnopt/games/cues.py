@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ocnopt.apart import apart, compiler, disabled
 from ocnopt.games.edges import Edges, occurrences
 from ocnopt.games.expected import Read
 from ocnopt.games.flow import Flow, arguments, equal, name_of, values_in
@@ -121,10 +122,15 @@ class Attendance(TorchFunctionMode):
             torch._C._push_on_torch_function_stack(self)
             self._there = True
 
+    @apart
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        if compiler() is not None:
+            return disabled(Attendance._see)(self, func, args, kwargs or {})
+        return self._see(func, args, kwargs or {})
+
+    def _see(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._cues:
             cue = self._cues[0]
             if self._counts[func] == cue.before and (cue.target is func or equal(cue.target, func)):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ocnopt.anatomy import Anatomy
-from ocnopt.apart import compiler
+from ocnopt.apart import is_at_work
 from ocnopt.games.cues import Attendance, Cues
 from ocnopt.games.edges import Edges
 from ocnopt.games.expected import Read
@@ -66,7 +66,7 @@ class Follower:
         under, draws nothing, and its code leaves it no choice.
         """
         habit = self._habits.get(given)
-        if habit is None or habit.settled is None or self._draws or compiler() is not None:
+        if habit is None or habit.settled is None or self._draws or is_at_work():
             return None
         flow, watched = habit.expected(), habit.watched()
         if flow is None or (flow.asking is None if watched is None else flow.asks):
