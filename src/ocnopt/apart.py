@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.overrides import TorchFunctionMode
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -61,3 +62,17 @@ def disabled(act: Callable[..., Any]) -> Callable[..., Any]:
     """The same, with no compiler at work in it."""
     found: Callable[..., Any] = torch.compiler.disable(act)
     return found
+
+
+class Unfollowed(TorchFunctionMode):
+    """A mode whose functions :meth:`_see` is told of, those of compiled code too, and that no compiler follows."""
+
+    @apart
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        see = type(self)._see
+        return (see if compiler() is None else disabled(see))(self, func, args, kwargs or {})
+
+    def _see(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError

@@ -94,12 +94,14 @@ class Bucket(Actor):
     def apply(self, answer: Answer) -> None:
         self.preconditioned, N, w = None, self.fictitious, answer.w
         m, ahead = self.zeros_like_parameters("momentum") if self.group["momentum"] else None, self.looks_ahead
-        if self._drifts:
-            self._apply_in_turn(w)
-            return
         if m is not None:
             self._coast(m)
             (self.gradients.add_to if ahead else self.gradients.give_to)(m, w, N * self.intake)
+        if m is not None and self._drifts:
+            stride = self._stride
+            for i, (p, v) in enumerate(zip(self.shelf.parts(self.params), m, strict=True)):
+                self._move(p, v, i, stride)
+            return
         if m is not None and not ahead:
             change = self._planned(m, own=False)
         else:
@@ -108,14 +110,6 @@ class Bucket(Actor):
                 torch._foreach_add_(direction, m, alpha=self.group["momentum"])
             change = self._planned(direction, own=True)
         torch._foreach_sub_(self.shelf.parts(self.params), change)
-
-    def _apply_in_turn(self, w: Tensor) -> None:
-        """One parameter after another, each as long as it is next to the cores."""
-        assert self.metric is not None
-        coasting, stride = self._coasting, self.ok * self.lr / self._momentum_correction
-        for i, (p, m) in enumerate(zip(self.shelf.parts(self.params), self._momentum, strict=True)):
-            self.gradients.select([i]).add_to([m.mul_(coasting)], w, self.fictitious * self.intake)
-            self._move(p, m, i, stride)
 
     def _move(self, p: Tensor, v: Tensor, i: int, by: Tensor) -> None:
         """p − by · C^{-1} v, of parameter i."""
@@ -135,7 +129,7 @@ class Bucket(Actor):
         """
         m, mu = None, self.group["momentum"]
         if self._drifts:  # each when it is steered: what is next to the cores is moved twice
-            self.stride = self.ok * self.lr / self._momentum_correction
+            self.stride = self._stride
             return
         if mu:
             m = copied(self.zeros_like_parameters("momentum"))
@@ -215,6 +209,10 @@ class Bucket(Actor):
         return self.zeros_like_parameters("momentum")
 
     @property
+    def _stride(self) -> Tensor:
+        return self.ok * self.lr / self._momentum_correction
+
+    @property
     def _few_digits(self) -> bool:
         """Are the parameters of lower precision than the arithmetic? Then they are moved once in a step."""
         return self.params[0].dtype != self.ok.dtype
@@ -233,8 +231,7 @@ class Bucket(Actor):
     def _planned(self, direction: list[Tensor] | None, own: bool) -> list[Tensor]:
         """What a direction, and a decoupled decay, take off the parameters. ``own``: it may be overwritten."""
         assert self.metric is not None
-        rate = self.ok * self.lr
-        self.stride = rate / self._momentum_correction
+        self.stride = self._stride
         if direction is None:
             change = [torch.zeros_like(p, dtype=self.ok.dtype) for p in self.shelf.parts(self.params)]
         else:
@@ -244,7 +241,7 @@ class Bucket(Actor):
             else:
                 change = list(torch._foreach_mul(change, self.stride))
         if self.has_decoupled_decay:
-            torch._foreach_add_(change, torch._foreach_mul(self._decayed(), rate))
+            torch._foreach_add_(change, torch._foreach_mul(self._decayed(), self.ok * self.lr))
         return change
 
     def select(self, seats: Sequence[int]) -> Bucket | None:

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from ocnopt.apart import apart, compiler, disabled
+from ocnopt.apart import Unfollowed
 from ocnopt.games.edges import Edges, occurrences
 from ocnopt.games.expected import Read
 from ocnopt.games.flow import Flow, arguments, equal, name_of, values_in
@@ -78,7 +77,7 @@ def _cues(flow: Flow, edges: Edges) -> dict[int, list[Cue]]:
     return found
 
 
-class Attendance(TorchFunctionMode):
+class Attendance(Unfollowed):
     """One such pass. It stands aside but for the stretches between players in which a cue is waited for."""
 
     def __init__(self, cues: Cues, read: Read) -> None:
@@ -121,14 +120,6 @@ class Attendance(TorchFunctionMode):
         if not self._there:
             torch._C._push_on_torch_function_stack(self)
             self._there = True
-
-    @apart
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if compiler() is not None:
-            return disabled(Attendance._see)(self, func, args, kwargs or {})
-        return self._see(func, args, kwargs or {})
 
     def _see(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._cues:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from ocnopt.apart import apart, compiler, disabled
+from ocnopt.apart import Unfollowed
 from ocnopt.games.edges import Edges
 from ocnopt.games.expected import Read, Step, Walk, made_of
 from ocnopt.games.flow import Entry, Flow, Mode, Overwriting, Value, equal, filled, kind_of, short
@@ -21,7 +21,7 @@ from ocnopt.rng import RNGState
 from ocnopt.trees import mapped, tensors
 
 
-class Recorder(TorchFunctionMode):
+class Recorder(Unfollowed):
     """Calls of players are opaque: :meth:`enter` and :meth:`leave` stand around them."""
 
     def __init__(
@@ -72,14 +72,6 @@ class Recorder(TorchFunctionMode):
     @cached_property
     def _buffers(self) -> dict[int, str]:
         return {id(b): name for name, b in self._model.named_buffers()}
-
-    @apart  # operations are to be seen, and so are compiled code's
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if compiler() is not None:
-            return disabled(Recorder._see)(self, func, args, kwargs or {})
-        return self._see(func, args, kwargs or {})
 
     def _see(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._inside or self.unknown is not None:
