@@ -7,7 +7,7 @@ kernels, where it can.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -208,3 +208,8 @@ class Actor(ABC):
     @property
     def has_decoupled_decay(self) -> bool:
         return bool(self.group["decoupled_weight_decay"]) and any(self.decays)
+
+
+def have_moved(params: Iterable[Tensor]) -> None:
+    """Tell autograd, which sees neither kernels nor graphs: a backward pass through what they were is an error."""
+    torch.autograd.graph.increment_version(params)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from functools import cached_property
 
@@ -15,7 +15,7 @@ from ocnopt.curvature import Adaptive, Identity
 from ocnopt.curvature.tally import Tally, length_of
 from ocnopt.distributed import World
 from ocnopt.fused import support
-from ocnopt.gradients import Explicit, GroupGradients, Shared
+from ocnopt.gradients import Columns, Explicit, GroupGradients, Shared
 from ocnopt.gram import Gram, GramRow
 from ocnopt.groups import Part, Samples
 from ocnopt.hosts import Host
@@ -131,6 +131,11 @@ def _part_of(record: Record, use: Use) -> tuple[slice, ...]:
     return use.adapter.parts(record.call()).get(use.own_name, ())
 
 
+def _uses(shelf: Shelf) -> list[list[Use]]:
+    """Of each parameter."""
+    return [uses for player in shelf.players for uses in player.uses]
+
+
 def _lasting(call: Call, G: Tensor) -> Tensor:
     return G if call.duration == 1 else call.duration * G
 
@@ -154,7 +159,8 @@ class Forms:
         self.maximize, self.world, self.seen = maximize, world or World(), seen
         self.ok: Tensor | None = None  # false if the step must leave no trace
         self._columns: dict[tuple[int, str], dict[str, Tensor]] = {}
-        self._of_shelves: dict[int, list[Tensor]] = {}
+        self._of_shelves: dict[int, Columns] = {}
+        self._sums: dict[int, bool] = {}  # of parameters, by id: is it known that columns add up to the gradient?
 
     def calls_of(self, player: Player) -> list[tuple[Part, list[Call]]]:
         """By forward pass, with the rows that are its own."""
@@ -171,7 +177,8 @@ class Forms:
         alone = len(records) == 1 and self.samples.of(records[0].origin).groups == self.samples.groups
         alone = alone and not records[0].columns
         alone = alone and isinstance(player.curvature, Identity) and not player.inside and self.world.size == 1
-        alone = alone and not (support.splits_on(player.params[0].device, rank) and support.are_wanted(player.group))
+        kernels = support.splits_on(player.params[0].device, rank) and support.are_wanted(player.group)
+        alone = alone and not kernels and not player.group["fused"]
         assert player.adapter is not None
         return Gram if alone and player.adapter.prefers_gram(records[0].call(), rank) else Explicit
 
@@ -189,27 +196,27 @@ class Forms:
             of_use = ok is not None and isinstance(shelf.curvature, Identity)
             return Shared(grads, fractions, self._masked(squares) if of_use else None)
         if shelf.kind is Explicit:
-            known = {i for i, is_sum in enumerate(self._are_sums(shelf)) if is_sum}
-            parts = self._parts(shelf, known)
-            columns = self._all_cleaned(self.columns_of(shelf, parts))
+            columns, parts = self.columns_of(shelf)
+            columns = self._all_cleaned(columns)
             self.world.sum_(columns)
+            known = {i for i, is_sum in enumerate(self._are_sums(shelf)) if is_sum}
             return Explicit.of(columns, grads, fractions, known, parts)
         return self._gram(shelf.players, None if all(self._are_sums(shelf)) else grads, fractions)
 
-    def _parts(self, shelf: Shelf, known: Container[int]) -> dict[int, tuple[slice, ...]]:
-        """Of these parameters, what their gradients are kept of where that is not all. (Elsewhere than on a CPU kernels
-        and graphs do with fewer kinds of tensors.)
+    def _parts(self, shelf: Shelf) -> dict[int, tuple[slice, ...]]:
+        """Of these parameters, what their gradients are kept of where that is not all. (Kernels and graphs of a GPU do
+        with fewer kinds of tensors.)
         """
-        formed = id(shelf) in self._of_shelves
-        if formed or type(shelf.curvature) not in _DIAGONAL or shelf.params[0].device.type != "cpu":
+        device, diagonal = shelf.params[0].device, type(shelf.curvature) in _DIAGONAL
+        if not diagonal or device.type != "cpu" or support.why_not_on(device) is None:
             return {}
-        uses = enumerate(uses for player in shelf.players for uses in player.uses)
-        return {i: part for i, (use, *_) in uses if i in known and (part := self._part(use))}
+        parts = {i: self._part(*uses) for i, uses in enumerate(_uses(shelf)) if len(uses) == 1}
+        return {i: part for i, part in parts.items() if part and self._is_sum(shelf.params[i], _uses(shelf)[i])}
 
     def _part(self, use: Use) -> tuple[slice, ...]:
         """Of a parameter that is used once."""
-        (record,) = self.calls.by_module[use.module_name]
-        return () if use.path else _part_of(record, use)
+        records = self.calls.by_module.get(use.module_name, ())
+        return () if use.path or len(records) != 1 else _part_of(records[0], use)
 
     def _are_fine(self, shelf: Shelf, ok: Tensor) -> bool:
         """Is it known here that there is nothing to mask, and is nobody going to write to the gradients? A copy of all
@@ -220,22 +227,24 @@ class Forms:
 
     def _are_sums(self, shelf: Shelf) -> list[bool]:
         """Of each parameter: is it known that its columns add up to the gradient as it is?"""
-        uses = [uses for player in shelf.players for uses in player.uses]
-        return [self._is_sum(p, theirs) for p, theirs in zip(shelf.params, uses, strict=True)]
+        return [self._is_sum(p, uses) for p, uses in zip(shelf.params, _uses(shelf), strict=True)]
 
     def _is_sum(self, p: Tensor, uses: Sequence[Use]) -> bool:
-        records = [record for use in uses for record in self.calls.by_module.get(use.module_name, ())]
-        alone = len(records) == len(uses) == 1 and self.folded is None and self.world.size == 1
-        # a factor that was found by comparing other gradients with what they were may not be that of this one
-        alone = alone and records[0].origin.scale is None
-        return alone and nothing_else(records[0], uses[0].own_name, p.grad)
+        if id(p) not in self._sums:
+            records = [record for use in uses for record in self.calls.by_module.get(use.module_name, ())]
+            alone = len(records) == len(uses) == 1 and self.folded is None and self.world.size == 1
+            # a factor that was found by comparing other gradients with what they were may not be that of this one
+            alone = alone and records[0].origin.scale is None
+            self._sums[id(p)] = alone and nothing_else(records[0], uses[0].own_name, p.grad)
+        return self._sums[id(p)]
 
-    def columns_of(self, shelf: Shelf, parts: Container[int] = ()) -> list[Tensor]:
-        """Of all its players, as they are; ``parts``: of these parameters parts are enough."""
+    def columns_of(self, shelf: Shelf) -> Columns:
+        """Of all its players, as they are."""
         if id(shelf) not in self._of_shelves:
-            found = self._of_shelves[id(shelf)] = []
+            parts, found = self._parts(shelf), list[Tensor]()
             for player in shelf.players:
                 found += self.columns(player, [len(found) + i in parts for i in range(len(player.params))])
+            self._of_shelves[id(shelf)] = Columns(found, parts)
         return self._of_shelves[id(shelf)]
 
     def columns(self, player: Player, enough: Sequence[bool] | None = None) -> list[Tensor]:

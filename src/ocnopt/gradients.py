@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -206,6 +206,13 @@ class Divided(Shared):
     def select(self, parameters: Sequence[int]) -> Divided:
         grads = [self.grads[i] for i in parameters]
         return Divided(grads, self.fractions, diagonals=self.diagonals.select(parameters))
+
+
+class Columns(NamedTuple):
+    """A gradient for each group, ``[r, *shape]`` of each parameter, or of the part outside of which all are zero."""
+
+    tensors: list[Tensor]
+    parts: Mapping[int, tuple[slice, ...]] = {}  # of these parameters: the others are whole
 
 
 @dataclass

@@ -92,8 +92,9 @@ class OCNOpt(Optimizer):
             the eigenbasis (EKFAC). Layers inside a Neural ODE are looked at for a refresh only. Layers take turns: all
             get a basis at the first step, and the next within ``refresh_every`` steps. Where looks are rare the first
             ones follow each other quickly, at steps 1, 2, 3, 4, 6, 9, …
-        fused: whole steps in a few kernels of our own, where they can be had: CUDA, Triton, rank up to 8, identity or
-            adaptive curvature. ``False``: operations of torch alone; ``True``: kernels, or an error that says why.
+        fused: whole steps in a few kernels of our own, where they can be had: CUDA and Triton, or float32 on a CPU and
+            a C compiler; rank up to 8, identity or adaptive curvature. ``False``: operations of torch alone; ``True``:
+            kernels, or an error that says why.
         graphed: on CUDA, steps that repeat themselves are replayed from a CUDA graph, which takes memory for a copy of
             what the hooks keep of a pass. ``False``: never; ``True``: however large that is, and a warning says why,
             where it cannot be.

@@ -17,7 +17,8 @@ from ocnopt.bellman import Consistent, Paper, Policy, terminal_precision
 from ocnopt.bucket import Bucket
 from ocnopt.distributed import World
 from ocnopt.forms import Forms
-from ocnopt.fused.actor import FusedActor, why_not
+from ocnopt.fused.actor import FusedActor
+from ocnopt.fused.choice import acting, why_not
 from ocnopt.fused.lines import lines
 from ocnopt.groups import Samples
 from ocnopt.layers.base import compute_dtype
@@ -331,7 +332,7 @@ def _fused(shelf: Shelf, grads: list[Tensor], forms: Forms, group: Mapping[str, 
     if why is None:
         columns = None if groups.rank == 1 else forms.columns_of(shelf)
         wide = grads[0].new_empty((), dtype=torch.float32)
-        actor = FusedActor.of(shelf, grads, columns, groups.fractions(wide), group["maximize"])
+        actor = acting(shelf, grads, columns, groups.fractions(wide), group["maximize"])
     if actor is None and shelf.group["fused"]:
         why = why or "gradients or state are not laid out as the parameters are"
         raise RuntimeError(f"fused=True cannot be had for {shelf.players[0].name!r}: {why}")

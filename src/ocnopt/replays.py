@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ocnopt import clockwork, intake, phases, whole_step
-from ocnopt.fused.actor import FusedActor
+from ocnopt.actor import have_moved
+from ocnopt.fused.launched import LaunchedActor
 from ocnopt.hosts import Host
 from ocnopt.players import Player
 from ocnopt.problem import Problem
@@ -97,6 +98,7 @@ class Replays:
             run()
         elif known.graph is not None:
             known.graph.replay()
+            have_moved(p for player in players for p in player.params)
             known.replays += 1
             opt._fallbacks.reasons.update(known.reasons)
         elif known.places is not None:
@@ -235,7 +237,7 @@ class Kind:
     """Steps that do the same."""
 
     seen: int = 0  # ordinary ones
-    readers: list[FusedActor] = field(default_factory=list)  # see :class:`Places`
+    readers: list[LaunchedActor] = field(default_factory=list)  # see :class:`Places`
     places: Places | None = None  # once it is about to be captured
     graph: Recording[None] | None = None
     reasons: dict[str, str] = field(default_factory=dict)  # of what stands in for something in it

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ocnopt import intake, whole_step
-from ocnopt.fused.actor import FusedActor
+from ocnopt.fused.launched import LaunchedActor
 from ocnopt.layers.base import compute_dtype
 from ocnopt.problem import Problem
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from ocnopt.optimizer import OCNOpt
 
 
-def readers_of(problem: Problem) -> list[FusedActor]:
+def readers_of(problem: Problem) -> list[LaunchedActor]:
     """Those who can be told where gradients are, if that is everybody. They hold on to none."""
-    fused = [actor for actor in problem.actors if isinstance(actor, FusedActor)]
+    fused = [actor for actor in problem.actors if isinstance(actor, LaunchedActor)]
     for actor in fused:
         actor.let_go()
     return fused if len(fused) == len(problem.actors) else []
@@ -31,7 +31,7 @@ class Places:
     """Of what is on the tape, of gradients and of step sizes."""
 
     def __init__(
-        self, opt: OCNOpt, taken: Sequence[Tensor], params: Sequence[Tensor], readers: list[FusedActor]
+        self, opt: OCNOpt, taken: Sequence[Tensor], params: Sequence[Tensor], readers: list[LaunchedActor]
     ) -> None:
         """``readers``: if there are any, they are told where gradients are; else these are copied too."""
         self.device, self._readers = params[0].device, readers

@@ -135,6 +135,19 @@ def test_a_second_moment_that_starts_late() -> None:
     torch.testing.assert_close(found(ours, fused), found(model, plain), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_long_memory(rank: int) -> None:
+    """1 − 0.999 has fewer digits in float32 than its own."""
+    model, plain, ours, fused = pair(decay=0.999, rank=rank)
+    for net, opt in ((model, plain), (ours, fused)):
+        one_pass(net, 7)
+        opt.step()
+    moments = [
+        [opt.state[p]["second_moment"] for p in net.parameters()] for net, opt in ((ours, fused), (model, plain))
+    ]
+    torch.testing.assert_close(*moments, rtol=2e-6, atol=0)
+
+
 def _turned(p: nn.Parameter) -> None:
     p.grad = p.grad.T.contiguous().T
 

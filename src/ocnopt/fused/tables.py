@@ -65,9 +65,9 @@ class Addresses:
         return (self._room if whole_step.underway() else self._pinned) is not None
 
 
-def sent(rows: Sequence[object], device: torch.device) -> Tensor:
+def sent(rows: Sequence[object], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """To the device, without waiting for it: what is small is copied aside at once, and sent in its turn."""
-    return torch.tensor(rows).to(device, non_blocking=True)
+    return torch.tensor(rows, dtype=dtype).to(device, non_blocking=True)
 
 
 class Layout:
@@ -103,7 +103,7 @@ class Layout:
     def decays(self, decays: list[float]) -> Tensor:
         """γ of each parameter, on the device."""
         if self._decays is None or self._decays[0] != decays:
-            self._decays = list(decays), sent(decays, self.device)
+            self._decays = list(decays), sent(decays, self.device, torch.float32)
         return self._decays[1]
 
     def table(self, grads: Sequence[Tensor], *others: Sequence[Tensor] | None) -> Table | None:
@@ -160,6 +160,14 @@ class Layout:
         wide = all(t.dtype == torch.float32 for column in known for t in column)
         alike = all(each == orders[0] for each in orders) and orders[0][0] == self._shapes
         return orders[0] if wide and alike else None
+
+
+def laid_out(G: Tensor, p: Tensor) -> Tensor:
+    """Group gradients, each as its parameter is: with channels last, say."""
+    strides = p.numel(), *p.stride()
+    if G.stride() == strides:
+        return G
+    return torch.empty_strided(G.shape, strides, dtype=G.dtype, device=G.device).copy_(G)
 
 
 def _order(tensors: Sequence[Tensor]) -> Order:

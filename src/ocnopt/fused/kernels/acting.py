@@ -36,6 +36,7 @@ def look(
     cost,
     log_mu,
     keep,
+    fresh,
     log_keep,
     eps,
     share,
@@ -90,7 +91,7 @@ def look(
             q = g
             if DECAY:
                 q = g + share * decayed
-            v = keep * tl.load(v_at + at, mask=inside, other=0.0) + (1.0 - keep) * q * q
+            v = keep * tl.load(v_at + at, mask=inside, other=0.0) + fresh * q * q
             direction = g / _diagonal(v, weight, eps)
         K += g * direction
         u += cost_here * direction
@@ -130,6 +131,7 @@ def look_by_group(
     cost,
     log_mu,
     keep,
+    fresh,
     log_keep,
     eps,
     share,
@@ -198,7 +200,7 @@ def look_by_group(
             q = g
             if DECAY:
                 q = g + share * decayed
-            v = keep * tl.load(v_at + at, mask=inside, other=0.0) + (1.0 - keep) * q * q
+            v = keep * tl.load(v_at + at, mask=inside, other=0.0) + fresh * q * q
             direction = G / _diagonal(v, weight, eps)[None, :]
         K += G[:, None, :] * direction[None, :, :]
         if MOMENTUM or DECAY:
@@ -264,6 +266,7 @@ def act(
     players,
     log_mu,
     keep,
+    fresh,
     log_keep,
     eps,
     share,
@@ -349,7 +352,7 @@ def act(
         q = g
         if DECAY:
             q = g + share * gamma * theta
-        v = keep * tl.load(v_at + at, mask=inside, other=0.0) + (1.0 - keep) * q * q
+        v = keep * tl.load(v_at + at, mask=inside, other=0.0) + fresh * q * q
         if CARRY:
             tl.store(v_at + at, v, mask=at < end_of_trace)
         direction = direction / _diagonal(v, weight, eps)

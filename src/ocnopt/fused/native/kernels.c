@@ -1,0 +1,369 @@
+/* The kernels of ocnopt/fused/kernels/acting.py, for a CPU: what they do is said there, and what each quantity is, in
+   ocnopt/bucket.py and ocnopt/curvature/adaptive.py. Nothing is added up in an order that depends on the number of
+   threads. */
+
+#include <float.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+enum {
+    BLOCK = 512, /* numbers that stay next to a core; they are added up in few digits, and blocks in many */
+    MOST = 8     /* groups of samples */
+};
+
+typedef struct {
+    const int64_t *chunks;       /* [chunks, 3]: parameter, which of its chunks this is, how many numbers it has */
+    const float *const *grads;   /* [parameters] */
+    float *const *thetas;        /* [parameters] */
+    float *const *momenta;       /* [parameters]; null without momentum */
+    float *const *moments;       /* [parameters]; null with the identity for a metric */
+    const float *const *columns; /* [parameters]: a gradient for each group, one after another; null if all are one */
+    const int64_t *lines;        /* [parameters, 3]: numbers in a line; those that columns have, and where they are */
+    const int32_t *places;       /* in their line, of the numbers that columns have: all others are zero */
+    const float *fractions;      /* [groups]: ν */
+    const float *decays;         /* [parameters]: γ */
+    int64_t coupled, decoupled;  /* is γθ a part of the linear cost? Is it taken off beside the policy? */
+    int64_t rank, chunk, threads;
+    float sign;                  /* -1 where the loss is maximised */
+    float keep, fresh;           /* of the second moments: shares of what they were, and of a square */
+    float weight, eps;           /* C = √(v / weight) + ε */
+    float share;                 /* of the decay, that one of N fictitious players has */
+} Shelf;
+
+typedef struct {
+    const float *w;              /* [groups] */
+    float *taken;                /* [parameters, groups]: the w that they act with are noted here */
+    float mu, intake, players;   /* of the momentum; N */
+    float stride, rate;          /* what directions, and decoupled decays, are multiplied by */
+    int64_t again;               /* have they acted before, with what is noted? */
+    int64_t ahead;               /* does the momentum look ahead? */
+    int64_t move, carry;         /* do parameters move? Does state go on? */
+} Act;
+
+/* Whole lines of one parameter. */
+typedef struct {
+    int64_t which, start, end, size; /* the last: of the parameter */
+    int64_t line, kept;              /* numbers in a line; those that columns have */
+    const int32_t *places;
+    float coupled, decoupled;        /* γ */
+} Range;
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static int64_t rounded_up(int64_t n, int64_t line) { return (n + line - 1) / line * line; }
+
+/* A line belongs to the chunk that it begins in. */
+static Range range_of(const Shelf *shelf, int64_t i) {
+    const int64_t *row = shelf->chunks + 3 * i, *lines = shelf->lines + 3 * row[0];
+    int64_t start = rounded_up(row[1] * shelf->chunk, lines[0]), end = rounded_up((row[1] + 1) * shelf->chunk, lines[0]);
+    float gamma = shelf->decays[row[0]];
+    return (Range){row[0], start, least(end, row[2]), row[2], lines[0], lines[1], shelf->places + lines[2],
+                   shelf->coupled ? gamma : 0, shelf->decoupled ? gamma : 0};
+}
+
+/* Is compiled for each combination of the constants that it is called with. */
+#define SPECIALISED static inline __attribute__((always_inline)) void
+
+/* v as it is going to be in this step: q is the gradient of the Bellman objective. */
+static inline float moment(const Shelf *shelf, float v, float q) {
+    return shelf->keep * v + shelf->fresh * q * q;
+}
+
+/* √(v / weight) + ε. A root of zero takes some CPUs four times as long as any other. */
+static inline float diagonal(const Shelf *shelf, float v) {
+    float mean = v / shelf->weight;
+    return sqrtf(mean > FLT_MIN ? mean : FLT_MIN) + shelf->eps;
+}
+
+typedef struct {
+    double K, u, free, squares;
+} Sums;
+
+SPECIALISED look_at(const Shelf *all, float cost, Range r, Sums *sums, int momentum, int adaptive, int decay) {
+    const Shelf shelf = *all;
+    const float *restrict g_at = shelf.grads[r.which], *restrict theta_at = shelf.thetas[r.which];
+    const float *restrict m_at = momentum ? shelf.momenta[r.which] : 0;
+    const float *restrict v_at = adaptive ? shelf.moments[r.which] : 0;
+    float shared = shelf.share * r.coupled;
+    *sums = (Sums){0};
+    for (int64_t start = r.start; start < r.end; start += BLOCK) {
+        int64_t end = least(start + BLOCK, r.end);
+        float K = 0, u = 0, free = 0, squares = 0;
+#pragma omp simd reduction(+ : K, u, free, squares)
+        for (int64_t k = start; k < end; k++) {
+            float g = shelf.sign * g_at[k], theta = decay ? theta_at[k] : 0;
+            float linear = (momentum ? cost * m_at[k] : 0) + r.coupled * theta;
+            float C_g = adaptive ? g / diagonal(&shelf, moment(&shelf, v_at[k], g + shared * theta)) : g;
+            K += g * C_g;
+            u += linear * C_g;
+            free += r.decoupled * theta * g;
+            squares += g * g;
+        }
+        sums->K += K, sums->u += u, sums->free += free, sums->squares += squares;
+    }
+}
+
+static int kind_of(const Shelf *shelf) {
+    return (shelf->momenta ? 1 : 0) | (shelf->moments ? 2 : 0) | (shelf->coupled || shelf->decoupled ? 4 : 0);
+}
+
+static void look_at_all(const Shelf *shelf, float cost, Range r, Sums *sums) {
+#define CASE(k) case k: look_at(shelf, cost, r, sums, k & 1, k & 2, k & 4); break;
+    switch (kind_of(shelf)) { CASE(0) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) }
+#undef CASE
+}
+
+/* Where in their lines the first numbers of a block are that columns have. */
+static void locate(Range r, int32_t *where) {
+    for (int64_t k = 0; k < BLOCK; k++) where[k] = (int32_t)(k / r.kept * r.line + r.places[k % r.kept]);
+}
+
+typedef float Vector __attribute__((vector_size(64)));
+enum { LANES = sizeof(Vector) / sizeof(float) };
+
+/* Of what columns have: g, γθ of a decoupled decay and 1 / C; ℓ and G; what G have beyond their sum, or C^{-1} G of one
+   of them. What is multiplied by vectors is followed by zeros up to a whole one. */
+typedef struct {
+    float g[BLOCK], free[BLOCK], inverse[BLOCK], rows[1 + MOST][BLOCK], other[BLOCK];
+} Block;
+
+SPECIALISED read_block(const Shelf *all, float cost, Range r, int64_t at, const int32_t *where, int64_t n, Block *block,
+                       int momentum, int adaptive, int decay, int in_lines) {
+    const Shelf shelf = *all;
+    const float *restrict g_at = shelf.grads[r.which] + at, *restrict theta_at = shelf.thetas[r.which] + at;
+    const float *restrict m_at = momentum ? shelf.momenta[r.which] + at : 0;
+    const float *restrict v_at = adaptive ? shelf.moments[r.which] + at : 0;
+    float shared = shelf.share * r.coupled;
+#pragma omp simd
+    for (int64_t k = 0; k < n; k++) {
+        int64_t from = in_lines ? where[k] : k;
+        float g = shelf.sign * g_at[from], theta = decay ? theta_at[from] : 0;
+        block->g[k] = g;
+        block->rows[0][k] = (momentum ? cost * m_at[from] : 0) + r.coupled * theta;
+        block->free[k] = r.decoupled * theta;
+        if (adaptive) block->inverse[k] = 1 / diagonal(&shelf, moment(&shelf, v_at[from], g + shared * theta));
+    }
+}
+
+static void read_numbers(const Shelf *shelf, float cost, Range r, int64_t at, const int32_t *where, int64_t n,
+                         Block *block) {
+#define CASE(k)                                                                                                        \
+    case k: read_block(shelf, cost, r, at, where, n, block, k & 1, k & 2, k & 4, 0); break;                            \
+    case k + 8: read_block(shelf, cost, r, at, where, n, block, k & 1, k & 2, k & 4, 1); break;
+    switch (kind_of(shelf) | (r.line > 1 ? 8 : 0)) { CASE(0) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) }
+#undef CASE
+}
+
+static float dot(const float *restrict x, const float *restrict y, int64_t n) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t k = 0; k < n; k++) sum += x[k] * y[k];
+    return sum;
+}
+
+static float sum_of(Vector v) {
+    float sum = 0;
+    for (int64_t lane = 0; lane < LANES; lane++) sum += v[lane];
+    return sum;
+}
+
+/* Zeros after the end. */
+static inline __attribute__((always_inline)) Vector loaded(const float *x, int64_t left) {
+    Vector found = {0};
+    if (left >= LANES) memcpy(&found, x, sizeof found);
+    else memcpy(&found, x, left * sizeof *x);
+    return found;
+}
+
+/* Columns that add up to the gradient: whatever it has beyond their sum is theirs by ν. The squares of what is read.
+   All columns are read side by side, as memory likes it. */
+SPECIALISED read_columns(const Shelf *shelf, Range r, int64_t at, int64_t n, Block *block, double *squares, int rank) {
+    const float *found = shelf->columns[r.which] + at;
+    int64_t numbers = r.size / r.line * r.kept;
+    Vector sum = {0};
+    for (int64_t k = 0; k < n; k += LANES) {
+        Vector g = loaded(block->g + k, n - k), rest = g, G[MOST];
+        sum += g * g;
+#pragma GCC unroll 8
+        for (int i = 0; i < rank; i++) {
+            G[i] = shelf->sign * loaded(found + i * numbers + k, n - k);
+            rest -= G[i];
+            sum += G[i] * G[i];
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < rank; i++) {
+            G[i] += shelf->fractions[i] * rest;
+            memcpy(block->rows[1 + i] + k, &G[i], sizeof G[i]);
+        }
+    }
+    *squares += sum_of(sum);
+}
+
+static void read_groups(const Shelf *shelf, Range r, int64_t at, int64_t n, Block *block, double *squares) {
+#define CASE(k) case k: read_columns(shelf, r, at, n, block, squares, k); break;
+    switch (shelf->rank) { CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
+#undef CASE
+}
+
+/* products[i] += x^T rows[i], all in one pass. */
+SPECIALISED dots(const float *x, float (*rows)[BLOCK], int64_t n, double *products, int count) {
+    Vector sums[1 + MOST] = {0}, here, there;
+    for (int64_t k = 0; k < n; k += LANES) {
+        memcpy(&here, x + k, sizeof here);
+#pragma GCC unroll 16
+        for (int i = 0; i < count; i++) {
+            memcpy(&there, rows[i] + k, sizeof there);
+            sums[i] += here * there;
+        }
+    }
+    for (int i = 0; i < count; i++) products[i] += sum_of(sums[i]);
+}
+
+static void some_dots(const float *x, float (*rows)[BLOCK], int64_t n, double *products, int64_t count) {
+#define CASE(k) case k: dots(x, rows, n, products, k); break;
+    switch (count) { CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) }
+#undef CASE
+}
+
+static void fill_up(float *x, int64_t n) {
+    for (int64_t k = n; k % LANES; k++) x[k] = 0;
+}
+
+/* sums: K, [groups, groups], on its diagonal and below; u, free, [groups]; squares. */
+static void look_by_group(const Shelf *shelf, float cost, Range r, double *sums) {
+    int64_t rank = shelf->rank, end = r.end / r.line * r.kept, step = BLOCK / r.kept * r.kept;
+    double *u = sums + rank * rank, *free = u + rank, *squares = free + rank;
+    int32_t where[BLOCK];
+    Block block;
+    for (double *sum = sums; sum <= squares; sum++) *sum = 0;
+    if (r.line > 1) locate(r, where);
+    for (int64_t at = r.start / r.line * r.kept; at < end; at += step) {
+        int64_t n = least(step, end - at);
+        read_numbers(shelf, cost, r, at / r.kept * r.line, where, n, &block);
+        read_groups(shelf, r, at, n, &block, squares);
+        fill_up(block.rows[0], n);
+        for (int64_t j = 0; j < rank; j++) {
+            double products[1 + MOST] = {0};
+            float *restrict solved = block.other, *G = block.rows[1 + j];
+            if (shelf->decoupled) free[j] += dot(block.free, G, n);
+            if (shelf->moments) {
+#pragma omp simd
+                for (int64_t k = 0; k < n; k++) solved[k] = G[k] * block.inverse[k];
+                fill_up(solved, n);
+            }
+            some_dots(shelf->moments ? solved : G, block.rows, n, products, 2 + j);
+            u[j] += products[0];
+            for (int64_t i = 0; i <= j; i++) sums[j * rank + i] += products[1 + i];
+        }
+    }
+}
+
+/* rows: [parameters, width]: G^T C^{-1} G, G^T C^{-1} ℓ, G^T γθ and the squares of all that is read; ℓ = γθ + cost · m.
+   partials: [chunks, width]. */
+void ocnopt_look(const Shelf *shelf, int64_t total, float cost, double *partials, float *rows, int64_t parameters) {
+    int64_t rank = shelf->rank, width = rank * rank + 2 * rank + 1;
+#pragma omp parallel for schedule(static) num_threads(shelf->threads)
+    for (int64_t i = 0; i < total; i++) {
+        Range r = range_of(shelf, i);
+        if (shelf->columns) look_by_group(shelf, cost, r, partials + i * width);
+        else look_at_all(shelf, cost, r, (Sums *)(partials + i * width));
+    }
+    for (int64_t which = 0, i = 0; which < parameters; which++) {
+        double sums[MOST * MOST + 2 * MOST + 1] = {0};
+        float *row = rows + which * width;
+        for (; i < total && shelf->chunks[3 * i] == which; i++)
+            for (int64_t k = 0; k < width; k++) sums[k] += partials[i * width + k];
+        for (int64_t k = 0; k < width; k++) row[k] = (float)sums[k];
+        for (int64_t i = 0; i < rank; i++)
+            for (int64_t j = 0; j < i; j++) row[j * rank + i] = row[i * rank + j];
+    }
+}
+
+/* `n` numbers from `at` on. mixed: what groups have beyond w g; null if all are one. */
+SPECIALISED step(const Shelf *all, const Act *how, Range r, int64_t at, int64_t n, float w, const float *restrict mixed,
+                 int momentum, int adaptive, int move, int carry) {
+    const Shelf shelf = *all;
+    const Act act = *how;
+    const float *restrict g_at = shelf.grads[r.which] + at;
+    float *restrict theta_at = shelf.thetas[r.which] + at;
+    float *restrict m_at = momentum ? shelf.momenta[r.which] + at : 0;
+    float *restrict v_at = adaptive ? shelf.moments[r.which] + at : 0;
+    float shared = shelf.share * r.coupled, left = 1 - act.rate * r.decoupled;
+    float of_direction = act.ahead ? 1 : 0, of_m = act.ahead ? act.mu : 1;
+#pragma omp simd
+    for (int64_t k = 0; k < n; k++) {
+        float g = shelf.sign * g_at[k], theta = move ? theta_at[k] : 0;
+        float direction = act.players * (w * g + (mixed ? mixed[k] : 0)) + r.coupled * theta;
+        if (momentum) {
+            float m = act.mu * m_at[k] + act.intake * direction;
+            if (carry) m_at[k] = m;
+            direction = of_direction * direction + of_m * m;
+        }
+        if (adaptive) {
+            float v = moment(&shelf, v_at[k], g + shared * theta);
+            if (carry) v_at[k] = v;
+            if (move) direction /= diagonal(&shelf, v);
+        }
+        if (move) theta_at[k] = left * theta - act.stride * direction;
+    }
+}
+
+SPECIALISED mix_some(const float *restrict G, int64_t numbers, const float *w, int64_t n, float *restrict mixed,
+                     int rank) {
+#pragma omp simd
+    for (int64_t k = 0; k < n; k++) {
+        float sum = 0;
+        for (int i = 0; i < rank; i++) sum += w[i] * G[i * numbers + k];
+        mixed[k] = sum;
+    }
+}
+
+/* Σ w G of a block, a number for each that the parameter has. */
+static void mix(const Shelf *shelf, Range r, const float *w, int64_t at, int64_t n, const int32_t *where,
+                float *restrict mixed) {
+    const float *G = shelf->columns[r.which] + at / r.line * r.kept;
+    int64_t numbers = r.size / r.line * r.kept, count = n / r.line * r.kept;
+    float sums[BLOCK], *into = r.line > 1 ? sums : mixed;
+#define CASE(k) case k: mix_some(G, numbers, w, count, into, k); break;
+    switch (shelf->rank) { CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
+#undef CASE
+    if (r.line == 1) return;
+    memset(mixed, 0, n * sizeof *mixed);
+    for (int64_t k = 0; k < count; k++) mixed[where[k]] = sums[k];
+}
+
+SPECIALISED act_on(const Shelf *shelf, const Act *act, Range r, int momentum, int adaptive, int move, int carry) {
+    int64_t rank = shelf->rank, block = BLOCK / r.line * r.line;
+    float *taken = act->taken + r.which * rank, weights[MOST], mixed[BLOCK], w = 0;
+    int32_t where[BLOCK];
+    for (int64_t i = 0; i < rank; i++) {
+        weights[i] = act->again ? taken[i] : act->w[i];
+        if (!act->again && r.start == 0) taken[i] = weights[i];
+    }
+    if (!shelf->columns) {
+        step(shelf, act, r, r.start, r.end - r.start, weights[0], 0, momentum, adaptive, move, carry);
+        return;
+    }
+    for (int64_t i = 0; i < rank; i++) w += weights[i] * shelf->fractions[i]; /* of the gradient */
+    for (int64_t i = 0; i < rank; i++) weights[i] = shelf->sign * (weights[i] - w); /* of columns, which add up to it */
+    if (r.line > 1) locate(r, where);
+    for (int64_t at = r.start; at < r.end; at += block) {
+        int64_t n = least(block, r.end - at);
+        mix(shelf, r, weights, at, n, where, mixed);
+        step(shelf, act, r, at, n, w, mixed, momentum, adaptive, move, carry);
+    }
+}
+
+/* θ ← θ − φ M^{-1} (N G w + ℓ), of some chunks. State goes on beside that; or by itself, where no decay is a part of
+   the linear cost. */
+void ocnopt_act(const Shelf *shelf, const Act *act, int64_t first, int64_t count) {
+    int kind = (shelf->momenta ? 1 : 0) | (shelf->moments ? 2 : 0) | (act->move ? 4 : 0) | (act->carry ? 8 : 0);
+#define CASE(n) case n: act_on(shelf, act, range_of(shelf, i), n & 1, n & 2, n & 4, n & 8); break;
+#pragma omp parallel for schedule(static) num_threads(shelf->threads)
+    for (int64_t i = first; i < first + count; i++)
+        switch (kind) {
+            CASE(4) CASE(5) CASE(6) CASE(7) CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14) CASE(15)
+        }
+#undef CASE
+}
