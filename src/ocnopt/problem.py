@@ -334,7 +334,7 @@ def _fused(shelf: Shelf, grads: list[Tensor], forms: Forms, group: Mapping[str, 
         wide = grads[0].new_empty((), dtype=torch.float32)
         actor = acting(shelf, grads, columns, groups.fractions(wide), group["maximize"])
     if actor is None and shelf.group["fused"]:
-        why = why or "gradients or state are not laid out as the parameters are"
+        why = why or "gradients or state are not laid out as the parameters are, or of another dtype"
         raise RuntimeError(f"fused=True cannot be had for {shelf.players[0].name!r}: {why}")
     return actor
 

@@ -36,6 +36,7 @@ from tests.fused.checks_groups import (  # noqa: F401
 from tests.fused.networks import DECAYS, MOMENTA, found, network, one_pass
 from tests.toys import assert_identical, values
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ocnopt import OCNOpt
 from ocnopt.fused import native
@@ -182,6 +183,29 @@ def test_parameters_of_few_digits(dtype: torch.dtype) -> None:
     one_pass(model, 0)
     with pytest.raises(RuntimeError, match=f"^fused=True cannot be had for .* on a CPU parameters of {dtype} are not"):
         opt.step()
+
+
+def test_gradients_of_few_digits() -> None:
+    """Of parameters that have more."""
+    found = []
+    for fused in (None, False):
+        model = network()
+        for p in model.parameters():
+            p.grad_dtype = None
+            p.grad = torch.linspace(1, 2, p.numel()).view_as(p).to(torch.bfloat16)
+        OCNOpt(model.parameters(), fused=fused).step()
+        found.append(values(model))
+    assert_identical(*found)
+
+
+def test_tensors_that_hold_no_numbers() -> None:
+    """They are an error, as in any step; nobody looks where they are not."""
+    with FakeTensorMode():
+        model = nn.Linear(5, 3)
+        opt = OCNOpt(model.parameters(), fused=True)
+        one_pass(model, 0)
+        with pytest.raises(RuntimeError, match="are not laid out as the parameters are"):
+            opt.step()
 
 
 # --- building them ---

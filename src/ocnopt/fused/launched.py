@@ -163,7 +163,9 @@ class LaunchedActor(FusedActor):
 
     @cached_property
     def _of_averages(self) -> tuple[float, ...]:
-        """log μ; ρ, 1 − ρ, which a kernel has too few digits for, log ρ, ε, and the share that one of N players has of the decay."""
+        """log μ; ρ, 1 − ρ, which a kernel has too few digits for, and log ρ; ε; the share that one of N players has of
+        the decay.
+        """
         mu, keep, eps = self.group["momentum"], self.group["decay"], self.group["eps"]
         return _log(mu), float(keep), float(1 - keep), _log(keep), float(eps), 1 / self.fictitious
 

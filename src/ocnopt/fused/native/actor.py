@@ -61,13 +61,13 @@ class NativeActor(FusedActor):
         return CHUNK
 
     def look(self) -> bool:
-        table, layout, params = self._table(self.grads), self.layout, self.shelf.parts(self.params)
+        layout, params = self.layout, self.shelf.parts(self.params)
+        groups = [] if self.columns is None else self.columns.tensors
+        table = self._table(self.grads) if all(map(_is_plain, [*params, *self.grads, *groups])) else None
         if table is None:
             return False
         self.table, self.groups = table, None
         if self.columns is not None:
-            if any(G.dtype != torch.float32 for G in self.columns.tensors):
-                return False
             self.columns = in_order(self.columns, params)
             self.groups = torch.tensor([*map(Tensor.data_ptr, self.columns.tensors)])
         self.lines, width = lines_of(params, self.columns), self.rank**2 + 2 * self.rank + 1
@@ -124,6 +124,11 @@ class NativeActor(FusedActor):
             eps=group["eps"],
             share=1 / self.fictitious,
         )
+
+
+def _is_plain(t: Tensor) -> bool:
+    """Is it where it says, of numbers that the kernels read? Those of a fake tensor, say, are nowhere."""
+    return t.dtype == torch.float32 and type(t).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def _kernels() -> ctypes.CDLL:
