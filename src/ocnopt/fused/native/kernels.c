@@ -70,10 +70,10 @@ static inline float moment(const Shelf *shelf, float v, float q) {
     return shelf->keep * v + shelf->fresh * q * q;
 }
 
-/* √(v / weight) + ε. A root of zero takes some CPUs four times as long as any other. */
+/* √(v / weight) + ε. A root of zero takes some CPUs four times as long as any other; NaN goes on. */
 static inline float diagonal(const Shelf *shelf, float v) {
     float mean = v / shelf->weight;
-    return sqrtf(mean > FLT_MIN ? mean : FLT_MIN) + shelf->eps;
+    return sqrtf(mean < FLT_MIN ? FLT_MIN : mean) + shelf->eps;
 }
 
 typedef struct {
