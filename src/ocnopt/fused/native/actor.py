@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -131,6 +131,7 @@ def _is_plain(t: Tensor) -> bool:
     return t.dtype == torch.float32 and type(t).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
+@cache
 def _kernels() -> ctypes.CDLL:
     found = library()
     assert isinstance(found, ctypes.CDLL)

@@ -360,7 +360,7 @@ SPECIALISED act_on(const Shelf *shelf, const Act *act, Range r, int momentum, in
 void ocnopt_act(const Shelf *shelf, const Act *act, int64_t first, int64_t count) {
     int kind = (shelf->momenta ? 1 : 0) | (shelf->moments ? 2 : 0) | (act->move ? 4 : 0) | (act->carry ? 8 : 0);
 #define CASE(n) case n: act_on(shelf, act, range_of(shelf, i), n & 1, n & 2, n & 4, n & 8); break;
-#pragma omp parallel for schedule(static) num_threads(shelf->threads)
+#pragma omp parallel for schedule(static) num_threads(shelf->threads) if (count > 1)
     for (int64_t i = first; i < first + count; i++)
         switch (kind) {
             CASE(4) CASE(5) CASE(6) CASE(7) CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14) CASE(15)
