@@ -39,8 +39,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ocnopt import OCNOpt
-from ocnopt.fused import native
-from ocnopt.fused.native import NativeActor, build
+from ocnopt.fused.native import binding, build
+from ocnopt.fused.native.actor import NativeActor
 from ocnopt.gram import Gram
 
 pytestmark = [
@@ -217,7 +217,7 @@ def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
     build.library.cache_clear()
-    yield lambda: native.why_not(torch.float32)
+    yield lambda: binding.why_not(torch.float32)
     build.library.cache_clear()
 
 

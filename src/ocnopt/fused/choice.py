@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from ocnopt.curvature import BY_NAME, Adaptive
-from ocnopt.fused import native, support
+from ocnopt.fused import support
 from ocnopt.fused.actor import FusedActor
 from ocnopt.fused.launched import LaunchedActor
-from ocnopt.fused.native import NativeActor
+from ocnopt.fused.native import binding as native
+from ocnopt.fused.native.actor import NativeActor
 from ocnopt.fused.tables import Layout
 from ocnopt.gradients import Columns, Explicit
 from ocnopt.moment import Moment

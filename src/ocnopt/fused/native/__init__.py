@@ -1,5 +1,1 @@
-"""Acting by kernels for a CPU, in C."""
-
-from ocnopt.fused.native.actor import NativeActor, why_not
-
-__all__ = ["NativeActor", "why_not"]
+"""Kernels for a CPU, in C."""
