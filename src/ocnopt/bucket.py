@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from ocnopt.gradients import GroupGradients
 from ocnopt.groups import Part
 from ocnopt.layers.base import Call
 from ocnopt.linalg import full_precision
-from ocnopt.multi import copied, in_pieces
+from ocnopt.multi import copied
 from ocnopt.phases import CURVATURE
 
 
@@ -97,11 +96,6 @@ class Bucket(Actor):
         if m is not None:
             self._coast(m)
             (self.gradients.add_to if ahead else self.gradients.give_to)(m, w, N * self.intake)
-        if m is not None and self._drifts:
-            stride = self._stride
-            for i, (p, v) in enumerate(zip(self.shelf.parts(self.params), m, strict=True)):
-                self._move(p, v, i, stride)
-            return
         if m is not None and not ahead:
             change = self._planned(m, own=False)
         else:
@@ -111,16 +105,6 @@ class Bucket(Actor):
             change = self._planned(direction, own=True)
         torch._foreach_sub_(self.shelf.parts(self.params), change)
 
-    def _move(self, p: Tensor, v: Tensor, i: int, by: Tensor) -> None:
-        """p − by · C^{-1} v, of parameter i."""
-        assert self.metric is not None
-        diagonals = self.metric.diagonals
-        if diagonals is None:
-            p.addcmul_(v, by, value=-1)
-            return
-        for some, theirs, source in in_pieces(p, v, diagonals.sources[i]):
-            some.addcmul_(theirs / diagonals.of(source), by, value=-1)
-
     def coast(self) -> None:
         """The part of :meth:`apply` that the policy has no say in, momentum and decay: for all layers at once, before
         the first one acts. Nobody looks at a layer before it does.
@@ -128,9 +112,6 @@ class Bucket(Actor):
         The momentum stays as it is until :meth:`settle`, so that there is nothing to put back if a second pass fails.
         """
         m, mu = None, self.group["momentum"]
-        if self._drifts:  # each when it is steered: what is next to the cores is moved twice
-            self.stride = self._stride
-            return
         if mu:
             m = copied(self.zeros_like_parameters("momentum"))
             self._coast(m)
@@ -147,22 +128,6 @@ class Bucket(Actor):
         else:
             torch._foreach_sub_(self.shelf.parts(self.params), change)
 
-    @property
-    def _drifts(self) -> bool:
-        """Does the momentum move the parameters as it is? Then nothing of their size need be written down. (Elsewhere
-        than on a CPU that would be an operation for each of them.)
-        """
-        assert self.metric is not None
-        plain = not (self.has_decay or self.has_decoupled_decay or self.looks_ahead or self._few_digits)
-        here = self.params[0].device.type == "cpu" and (self.metric.is_identity or self.metric.diagonals is not None)
-        return bool(self.group["momentum"]) and plain and here
-
-    def _drift(self, params: Sequence[Tensor], index: Sequence[int]) -> None:
-        assert self.stride is not None
-        share = self.stride * self._coasting
-        for p, i in zip(params, index, strict=True):
-            self._move(p, self._momentum[i], i, share)
-
     def steer(self, seats: Sequence[int], answer: Answer) -> None:
         """The part that it has."""
         selected = self.shelf.select(seats)
@@ -172,8 +137,6 @@ class Bucket(Actor):
         assert self.stride is not None
         few, index = selected
         mu, theirs, w = self.group["momentum"], few.parts(few.params), answer.w
-        if self._drifts:
-            self._drift(theirs, index)
         taken = self.fictitious * (self.intake if mu and not self.looks_ahead else 1 + mu)
         gradients = self.preconditioned.select(index)
         if self.pending is None:
@@ -188,29 +151,12 @@ class Bucket(Actor):
         self.pending = self.preconditioned = None
         if not self.group["momentum"]:
             return
-        m, scale = self._momentum, self.fictitious * self.intake
-        if self.coasted is not None:
-            torch._foreach_copy_(m, self.coasted)
-        elif m[0].device.type == "cpu":
-            self._settle_in_turn(m, scale)
-            return
-        else:
+        m = self.zeros_like_parameters("momentum")
+        if self.coasted is None:
             self._coast(m)
-        self.gradients.add_each(m, self.steered, scale)
-
-    def _settle_in_turn(self, m: list[Tensor], scale: float) -> None:
-        """As it is next to the cores when it has coasted."""
-        coasting = self._coasting
-        for index, w in self.steered:
-            self.gradients.select(index).add_to([m[i].mul_(coasting) for i in index], w, scale)
-
-    @cached_property
-    def _momentum(self) -> list[Tensor]:
-        return self.zeros_like_parameters("momentum")
-
-    @property
-    def _stride(self) -> Tensor:
-        return self.ok * self.lr / self._momentum_correction
+        else:
+            torch._foreach_copy_(m, self.coasted)
+        self.gradients.add_each(m, self.steered, self.fictitious * self.intake)
 
     @property
     def _few_digits(self) -> bool:
@@ -231,7 +177,8 @@ class Bucket(Actor):
     def _planned(self, direction: list[Tensor] | None, own: bool) -> list[Tensor]:
         """What a direction, and a decoupled decay, take off the parameters. ``own``: it may be overwritten."""
         assert self.metric is not None
-        self.stride = self._stride
+        rate = self.ok * self.lr
+        self.stride = rate / self._momentum_correction
         if direction is None:
             change = [torch.zeros_like(p, dtype=self.ok.dtype) for p in self.shelf.parts(self.params)]
         else:
@@ -241,7 +188,7 @@ class Bucket(Actor):
             else:
                 change = list(torch._foreach_mul(change, self.stride))
         if self.has_decoupled_decay:
-            torch._foreach_add_(change, torch._foreach_mul(self._decayed(), self.ok * self.lr))
+            torch._foreach_add_(change, torch._foreach_mul(self._decayed(), rate))
         return change
 
     def select(self, seats: Sequence[int]) -> Bucket | None:

@@ -160,7 +160,6 @@ class Forms:
         self.ok: Tensor | None = None  # false if the step must leave no trace
         self._columns: dict[tuple[int, str], dict[str, Tensor]] = {}
         self._of_shelves: dict[int, Columns] = {}
-        self._sums: dict[int, bool] = {}  # of parameters, by id: is it known that columns add up to the gradient?
 
     def calls_of(self, player: Player) -> list[tuple[Part, list[Call]]]:
         """By forward pass, with the rows that are its own."""
@@ -196,22 +195,15 @@ class Forms:
             of_use = ok is not None and isinstance(shelf.curvature, Identity)
             return Shared(grads, fractions, self._masked(squares) if of_use else None)
         if shelf.kind is Explicit:
-            columns, parts = self.columns_of(shelf)
-            columns = self._all_cleaned(columns)
+            columns = self._all_cleaned(self.columns_of(shelf).tensors)
             self.world.sum_(columns)
-            known = {i for i, is_sum in enumerate(self._are_sums(shelf)) if is_sum}
-            return Explicit.of(columns, grads, fractions, known, parts)
-        return self._gram(shelf.players, None if all(self._are_sums(shelf)) else grads, fractions)
+            return Explicit.of(columns, grads, fractions)
+        return self._gram(shelf.players, None if self._are_sums(shelf) else grads, fractions)
 
     def _parts(self, shelf: Shelf) -> dict[int, tuple[slice, ...]]:
-        """Of these parameters, what their gradients are kept of where that is not all. (Kernels and graphs of a GPU do
-        with fewer kinds of tensors.)
-        """
-        device, diagonal = shelf.params[0].device, type(shelf.curvature) in _DIAGONAL
-        if not diagonal or device.type != "cpu" or support.why_not_on(device) is None:
-            return {}
+        """Of these parameters, what their columns are kept of where that is not all."""
         parts = {i: self._part(*uses) for i, uses in enumerate(_uses(shelf)) if len(uses) == 1}
-        return {i: part for i, part in parts.items() if part and self._is_sum(shelf.params[i], _uses(shelf)[i])}
+        return {i: part for i, part in parts.items() if part}
 
     def _part(self, use: Use) -> tuple[slice, ...]:
         """Of a parameter that is used once."""
@@ -225,27 +217,26 @@ class Forms:
         read_only = type(shelf.curvature) in _DIAGONAL and not self.maximize
         return read_only and whole_step.may_look(ok) and bool(ok)
 
-    def _are_sums(self, shelf: Shelf) -> list[bool]:
-        """Of each parameter: is it known that its columns add up to the gradient as it is?"""
-        return [self._is_sum(p, uses) for p, uses in zip(shelf.params, _uses(shelf), strict=True)]
+    def _are_sums(self, shelf: Shelf) -> bool:
+        """Is it known that the gradients of all its parameters are what the calls add up to?"""
+        return all(self._is_sum(p, uses) for p, uses in zip(shelf.params, _uses(shelf), strict=True))
 
     def _is_sum(self, p: Tensor, uses: Sequence[Use]) -> bool:
-        if id(p) not in self._sums:
-            records = [record for use in uses for record in self.calls.by_module.get(use.module_name, ())]
-            alone = len(records) == len(uses) == 1 and self.folded is None and self.world.size == 1
-            # a factor that was found by comparing other gradients with what they were may not be that of this one
-            alone = alone and records[0].origin.scale is None
-            self._sums[id(p)] = alone and nothing_else(records[0], uses[0].own_name, p.grad)
-        return self._sums[id(p)]
+        records = [record for use in uses for record in self.calls.by_module.get(use.module_name, ())]
+        alone = len(records) == len(uses) == 1 and self.folded is None and self.world.size == 1
+        # a factor that was found by comparing other gradients with what they were may not be that of this one
+        alone = alone and records[0].origin.scale is None
+        return alone and nothing_else(records[0], uses[0].own_name, p.grad)
 
-    def columns_of(self, shelf: Shelf) -> Columns:
-        """Of all its players, as they are."""
-        if id(shelf) not in self._of_shelves:
-            parts, found = self._parts(shelf), list[Tensor]()
+    def columns_of(self, shelf: Shelf, in_parts: bool = False) -> Columns:
+        """Of all its players, as they are. ``in_parts``: parts of them are enough."""
+        found = self._of_shelves.get(id(shelf))
+        if found is None:
+            parts, tensors = self._parts(shelf) if in_parts else {}, list[Tensor]()
             for player in shelf.players:
-                found += self.columns(player, [len(found) + i in parts for i in range(len(player.params))])
-            self._of_shelves[id(shelf)] = Columns(found, parts)
-        return self._of_shelves[id(shelf)]
+                tensors += self.columns(player, [len(tensors) + i in parts for i in range(len(player.params))])
+            found = self._of_shelves[id(shelf)] = Columns(tensors, parts)
+        return found if in_parts else found.whole(shelf.params)
 
     def columns(self, player: Player, enough: Sequence[bool] | None = None) -> list[Tensor]:
         """``[r, *shape]`` of each parameter of a player, as the tape tells it; ``enough``: is a part of it?"""

@@ -3,15 +3,13 @@
 * :class:`Shared`: every group's gradient is its share of ``p.grad``. Exact at rank 1; above, the documented fallback.
 * :class:`Explicit`: the r gradients are stored. r·P memory.
 * :class:`~ocnopt.gram.Gram`: nothing is stored; kernels come from inputs and adjoints. Identity metric only.
-
-On a CPU C^{-1} G of a diagonal metric is stored in none: :class:`Divided` and :class:`Scaled` work it out when asked.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -19,11 +17,10 @@ from torch import Tensor
 
 from ocnopt import whole_step
 from ocnopt.layers.base import spread
-from ocnopt.layers.outer import CACHED
-from ocnopt.multi import in_pieces, inner
+from ocnopt.multi import inner
 
 if TYPE_CHECKING:
-    from ocnopt.curvature.base import Diagonals, Metric
+    from ocnopt.curvature.base import Metric
 
 
 #: up to so many tensors one operation each is as quick as two for all of them; on a CPU it always is quicker
@@ -121,23 +118,15 @@ class Shared(GroupGradients):
         return self.grads
 
     def preconditioned(self, metric: Metric) -> Shared:
-        if metric.is_identity:
-            return self
-        if metric.diagonals is not None and self.grads[0].device.type == "cpu":
-            return Divided(self.grads, self.fractions, diagonals=metric.diagonals)
-        return Shared(metric.solve(self.grads), self.fractions)
+        return self if metric.is_identity else Shared(metric.solve(self.grads), self.fractions)
 
     def kernels(self, other: GroupGradients) -> Tensor:
         assert isinstance(other, Shared)
-        if isinstance(other, Divided):
-            return other.kernels(self)
         known = self.squares if other is self else None
         return self._spread(self._spread(inner(self.grads, other.grads) if known is None else known))
 
     def products(self, other: GroupGradients, vectors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         assert isinstance(other, Shared)
-        if isinstance(other, Divided):
-            return other.products_with(self, vectors)
         if other is self and self.squares is not None:
             return super().products(other, vectors)
         both = inner([*self.grads, *vectors], [*other.grads, *other.grads]).view(2, -1)  # in as few launches as one
@@ -154,93 +143,30 @@ class Shared(GroupGradients):
         return Shared([self.grads[i] for i in parameters], self.fractions)
 
 
-@dataclass
-class Divided(Shared):
-    """C^{-1} G of a diagonal C, which is not stored: on a CPU it takes longer to write down than to work out again."""
-
-    diagonals: Diagonals = field(kw_only=True)
-
-    def mix(self, w: Tensor) -> list[Tensor]:
-        share = self._share(w)
-        return [(g / self.diagonals.of(v)).mul_(share) for g, v in self._pairs]
-
-    @property
-    def _pairs(self) -> Iterable[tuple[Tensor, Tensor]]:
-        return zip(self.grads, self.diagonals.sources, strict=True)
-
-    def total(self) -> list[Tensor]:
-        return self.mix(self.fractions.new_ones(len(self.fractions)))
-
-    def add_to(self, tensors: Sequence[Tensor], w: Tensor, scale: float = 1.0, stride: Tensor | None = None) -> None:
-        share = self._share(_times(w, stride))
-        for t, (g, v) in zip(tensors, self._pairs, strict=True):
-            for some, theirs, source in in_pieces(t, g, v):
-                some.addcmul_(theirs / self.diagonals.of(source), share, value=scale)
-
-    def preconditioned(self, metric: Metric) -> Shared:
-        raise TypeError("these have gone through a metric already")
-
-    def kernels(self, other: GroupGradients) -> Tensor:
-        """G'^T C^{-1} G."""
-        assert isinstance(other, Shared)
-        return self._spread(self._spread(self._products(other.grads)[0]))
-
-    def project(self, vectors: Sequence[Tensor]) -> Tensor:
-        return self._spread(self._products(vectors)[0])
-
-    def products_with(self, other: Shared, vectors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        K, u = self._products(other.grads, vectors)
-        return self._spread(self._spread(K)), self._spread(u)
-
-    def _products(self, *others: Sequence[Tensor]) -> Tensor:
-        """``[n of others, parameters]``: x^T C^{-1} g."""
-        found = []
-        for (g, v), *theirs in zip(self._pairs, *others, strict=True):
-            sums = []
-            for some, source, *xs in in_pieces(g, v, *theirs):
-                row = (some / self.diagonals.of(source)).reshape(-1)
-                sums.append(torch.stack([torch.dot(x.reshape(-1), row) for x in xs]))
-            found.append(sums[0] if len(sums) == 1 else torch.stack(sums).sum(0))
-        return torch.stack(found, 1)
-
-    def select(self, parameters: Sequence[int]) -> Divided:
-        grads = [self.grads[i] for i in parameters]
-        return Divided(grads, self.fractions, diagonals=self.diagonals.select(parameters))
-
-
 class Columns(NamedTuple):
     """A gradient for each group, ``[r, *shape]`` of each parameter, or of the part outside of which all are zero."""
 
     tensors: list[Tensor]
     parts: Mapping[int, tuple[slice, ...]] = {}  # of these parameters: the others are whole
 
+    def whole(self, params: Sequence[Tensor]) -> Columns:
+        pairs = enumerate(zip(self.tensors, params, strict=True))
+        return Columns([spread(G, self.parts.get(i, ()), p.shape) for i, (G, p) in pairs])
+
 
 @dataclass
 class Explicit(GroupGradients):
-    """G stored: ``[r, *shape]`` for each parameter, or of the part of it outside of which all of them are zero."""
+    """G stored: ``[r, *shape]`` for each parameter."""
 
     columns: list[Tensor]
     fractions: Tensor
-    parts: Mapping[int, tuple[slice, ...]] = field(default_factory=dict)  # of parameters: the others are whole
-    sums: list[Tensor] | None = None  # G 1, where that is known; nobody may write to it
 
     def mix(self, w: Tensor) -> list[Tensor]:
-        found = [torch.mv(_rows(G).T, w).view(G.shape[1:]) for G in self.columns]
-        for i, part in self.parts.items():
-            assert self.sums is not None
-            found[i] = spread(found[i], part, self.sums[i].shape)
-        return found
-
-    def total(self) -> list[Tensor]:
-        return super().total() if self.sums is None else self.sums
-
-    def own(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What the columns are of."""
-        return [t[self.parts[i]] if i in self.parts else t for i, t in enumerate(tensors)]
+        return [torch.mv(_rows(G).T, w).view(G.shape[1:]) for G in self.columns]
 
     def add_to(self, tensors: Sequence[Tensor], w: Tensor, scale: float = 1.0, stride: Tensor | None = None) -> None:
         w = _times(w, stride)
-        for t, G in zip(self.own(tensors), self.columns, strict=True):
+        for t, G in zip(tensors, self.columns, strict=True):
             if t.is_contiguous():
                 t.view(-1).addmv_(_rows(G).T, w, alpha=scale)
             else:
@@ -262,93 +188,35 @@ class Explicit(GroupGradients):
         for i in (i for i in order if i not in short):
             self.select([i]).add_to([tensors[i]], weights[i], scale)
 
-    def preconditioned(self, metric: Metric) -> GroupGradients:
-        if metric.is_identity:
-            return self
-        if metric.diagonals is not None and self.columns[0].device.type == "cpu":
-            return Scaled(self, metric.diagonals)
-        return Explicit(metric.solve(self.columns), self.fractions)
+    def preconditioned(self, metric: Metric) -> Explicit:
+        return self if metric.is_identity else Explicit(metric.solve(self.columns), self.fractions)
 
     def kernels(self, other: GroupGradients) -> Tensor:
-        if isinstance(other, Scaled):
-            return other.kernels(self)
         assert isinstance(other, Explicit)
         return row_products([_rows(G) for G in self.columns], [_rows(G) for G in other.columns])
 
     def project(self, vectors: Sequence[Tensor]) -> Tensor:
-        return row_products([_rows(G) for G in self.columns], [v.reshape(1, -1) for v in self.own(vectors)])[..., 0]
+        return row_products([_rows(G) for G in self.columns], [v.reshape(1, -1) for v in vectors])[..., 0]
 
     def select(self, parameters: Sequence[int]) -> Explicit:
-        parts = {n: self.parts[i] for n, i in enumerate(parameters) if i in self.parts}
-        sums = None if self.sums is None else [self.sums[i] for i in parameters]
-        return Explicit([self.columns[i] for i in parameters], self.fractions, parts, sums)
+        return Explicit([self.columns[i] for i in parameters], self.fractions)
 
     @classmethod
-    def of(
-        cls,
-        columns: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        fractions: Tensor,
-        known: Container[int] = (),
-        parts: Mapping[int, tuple[slice, ...]] | None = None,
-    ) -> Explicit:
+    def of(cls, columns: Sequence[Tensor], grads: Sequence[Tensor], fractions: Tensor) -> Explicit:
         """Columns that add up to ``grads``: whatever happened to ``p.grad`` after the backward pass (clipping,
-        penalties) is spread over the groups. ``known``: of these parameters it is known that nothing happened.
+        penalties) is spread over the groups.
         """
         found = list(columns)
-        touched = [i for i in range(len(columns)) if i not in known]
-        short = [touched[n] for n in together([_rows(columns[i]) for i in touched])]
+        short = together([_rows(G) for G in columns])
         if short:
             laid_out = side_by_side([_rows(columns[i]) for i in short])
             whole = side_by_side([grads[i].reshape(1, -1) for i in short])
             views = _adding_up_to(whole[0], laid_out, fractions).unbind(1)
             for i, G in zip(short, views, strict=True):
                 found[i] = G[:, : columns[i][0].numel()].view(columns[i].shape)
-        for i in (i for i in touched if i not in short):
+        for i in (i for i in range(len(columns)) if i not in short):
             found[i] = _adding_up_to(grads[i], columns[i], fractions)
-        return cls(found, fractions, parts or {}, list(grads))
-
-
-class Scaled(GroupGradients):
-    """As :class:`Divided`, of gradients that are stored."""
-
-    def __init__(self, G: Explicit, diagonals: Diagonals) -> None:
-        self.G, self.diagonals, self.fractions = G, diagonals, G.fractions
-
-    def mix(self, w: Tensor) -> list[Tensor]:
-        return [v.div_(self.diagonals.of(d)) for v, d in zip(self.G.mix(w), self.diagonals.sources, strict=True)]
-
-    def add_to(self, tensors: Sequence[Tensor], w: Tensor, scale: float = 1.0, stride: Tensor | None = None) -> None:
-        w = _times(w, stride)
-        for t, d, G in zip(self.G.own(tensors), self._own(), self.G.columns, strict=True):
-            t.addcdiv_(torch.mv(_rows(G).T, w).view(t.shape), d, value=scale)
-
-    def _own(self) -> Iterable[Tensor]:
-        return (self.diagonals.of(d) for d in self.G.own(self.diagonals.sources))
-
-    def preconditioned(self, metric: Metric) -> GroupGradients:
-        raise TypeError("these have gone through a metric already")
-
-    def kernels(self, other: GroupGradients) -> Tensor:
-        """G'^T C^{-1} G."""
-        assert isinstance(other, Explicit)
-        pairs = zip(other.columns, self.G.columns, self._own(), strict=True)
-        return torch.stack([_scaled_products(_rows(x), _rows(y), d.reshape(-1)) for x, y, d in pairs])
-
-    def project(self, vectors: Sequence[Tensor]) -> Tensor:
-        return self.G.project([v / self.diagonals.of(d) for v, d in zip(vectors, self.diagonals.sources, strict=True)])
-
-    def select(self, parameters: Sequence[int]) -> Scaled:
-        return Scaled(self.G.select(parameters), self.diagonals.select(parameters))
-
-
-def _scaled_products(x: Tensor, y: Tensor, d: Tensor) -> Tensor:
-    """``[r, s]``: x D^{-1} y^T, some columns at a time, while these are next to the cores."""
-    width = max(CACHED // 4 // len(y), 1)
-    K, place = x.new_zeros(len(x), len(y)), y.new_empty(len(y), min(width, y.shape[1]))
-    for a, b, c in zip(x.split(width, 1), y.split(width, 1), d.split(width), strict=True):
-        K.addmm_(a, torch.div(b, c, out=place[:, : b.shape[1]]).T)
-    return K
+        return cls(found, fractions)
 
 
 def _adding_up_to(grad: Tensor, columns: Tensor, fractions: Tensor) -> Tensor:

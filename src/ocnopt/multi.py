@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -22,30 +22,8 @@ _LARGEST = {torch.float32: 1e30, torch.float64: 1e300}
 
 _ROW = 1024
 
-#: numbers of a few tensors that are near to two cores, and worth a call: with 2^17 and fewer calls take longer
-_NEAR = 2**19
-
 #: so many numbers are little beside what a network takes that has more parameters than that
 _CHUNK = 2**23
-
-
-def at_once(*lists: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
-    """What one operation is for: all tensors where launches cost more than memory does; on a CPU as many numbers as are
-    still next to the cores for the next operation.
-    """
-    if lists[0][0].device.type != "cpu":
-        yield tuple(list(each) for each in lists)
-        return
-    for each in zip(*lists, strict=True):
-        yield from (tuple([t] for t in some) for some in in_pieces(*each))
-
-
-def in_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors of one shape, some numbers of them at a time."""
-    if not all(t.is_contiguous() for t in tensors):
-        yield tensors
-        return
-    yield from zip(*(t.view(-1).split(_NEAR) for t in tensors), strict=True)
 
 
 def inner(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:

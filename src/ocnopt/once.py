@@ -160,7 +160,8 @@ class Watch(TorchFunctionMode):
         several = {name: G.detach() for name, G in columns.items() if len(G) > 1}
         if several:
             self.record.keep(several)
-        self.record.left = {name: Mark.of(g) for name, g in sums.items()}
+        # what is split is not looked at: gradients of groups are made to add up to whatever is found
+        self.record.left = {name: Mark.of(g) for name, g in sums.items() if name not in several}
 
 
 class Once:

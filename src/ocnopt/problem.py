@@ -18,7 +18,7 @@ from ocnopt.bucket import Bucket
 from ocnopt.distributed import World
 from ocnopt.forms import Forms
 from ocnopt.fused.actor import FusedActor
-from ocnopt.fused.choice import acting, why_not
+from ocnopt.fused.choice import acting, takes_parts, why_not
 from ocnopt.fused.lines import lines
 from ocnopt.groups import Samples
 from ocnopt.layers.base import compute_dtype
@@ -330,7 +330,7 @@ def _fused(shelf: Shelf, grads: list[Tensor], forms: Forms, group: Mapping[str, 
     why = why_not(shelf, groups.rank, paper, forms.world.size == 1)
     actor = None
     if why is None:
-        columns = None if groups.rank == 1 else forms.columns_of(shelf)
+        columns = None if groups.rank == 1 else forms.columns_of(shelf, in_parts=takes_parts(shelf))
         wide = grads[0].new_empty((), dtype=torch.float32)
         actor = acting(shelf, grads, columns, groups.fractions(wide), group["maximize"])
     if actor is None and shelf.group["fused"]:

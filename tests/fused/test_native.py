@@ -105,6 +105,25 @@ def test_parts_of_gradients(acted: list[NativeActor], curvature: str, feedback: 
     torch.testing.assert_close(ours, plain, rtol=5e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("curvature", ["identity", "adaptive"])
+def test_gradients_that_somebody_has_written_to(curvature: str, outside: bool, acted: list[NativeActor]) -> None:
+    """Where calls leave zeros, or not: there columns of parts go on."""
+    found = []
+    for fused in (False, True):
+        model = convolutions()
+        opt = OCNOpt(model.parameters(), model=model, rank=3, fused=fused, curvature=curvature, eps=1e-2, lr=0.1)
+        for _ in range(2):
+            opt.zero_grad()
+            model(images()).square().mean().backward()
+            for p in model.parameters():
+                p.grad.add_(0.01 * p.detach() if outside else 0.1 * p.grad.abs())
+            opt.step()
+        found.append([values(model), opt.diagnostics.w])
+    assert ([9, 1] in acted[-1].lines.table[:, :2].tolist()) != outside
+    torch.testing.assert_close(found[1], found[0], rtol=5e-5, atol=2e-6)
+
+
 @pytest.mark.parametrize("rank", range(2, 9))
 def test_ranks(rank: int) -> None:
     options = {"rank": rank, "feedback": "nonlinear", "weight_decay": 0.1, "decoupled_weight_decay": True}
@@ -124,7 +143,7 @@ def test_any_number_of_threads(options: dict[str, Any], acted: list[NativeActor]
             torch.set_num_threads(count)
             opt.step()
             runs.append(values(model))
-            assert acted[-1]._shelf.threads == count
+            assert acted[-1].described.threads == count
     finally:
         torch.set_num_threads(threads)
     assert_identical(runs[1], runs[0])

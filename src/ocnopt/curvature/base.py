@@ -16,26 +16,6 @@ if TYPE_CHECKING:
     from ocnopt.players import Player
 
 
-class Diagonals(ABC):
-    """d of C = diag(d), one tensor for each parameter of the bucket."""
-
-    #: what they are worked out from, number by number
-    sources: list[Tensor]
-
-    @abstractmethod
-    def of(self, source: Tensor) -> Tensor:
-        """A new tensor, of one of the sources or some of its numbers: it need not be kept."""
-
-    @abstractmethod
-    def select(self, index: Sequence[int]) -> Diagonals:
-        """Of some of them."""
-
-    @property
-    @abstractmethod
-    def together(self) -> list[Tensor]:
-        """Of all of them, in few operations."""
-
-
 class Metric(ABC):
     """C of one bucket at one step."""
 
@@ -43,8 +23,6 @@ class Metric(ABC):
     is_identity: bool = False
     #: does :meth:`solve` return tensors that nobody else holds, and that may be overwritten?
     is_new: bool = False
-    #: d, if C = diag(d)
-    diagonals: Diagonals | None = None
 
     @abstractmethod
     def solve(self, vectors: Sequence[Tensor]) -> list[Tensor]:

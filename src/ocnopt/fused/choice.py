@@ -37,13 +37,22 @@ def why_not(shelf: Shelf, rank: int, paper: bool, alone: bool) -> str | None:
     return why
 
 
+def takes_parts(shelf: Shelf) -> bool:
+    """Do the kernels take columns of parts of parameters?"""
+    return _kind(shelf) is NativeActor
+
+
+def _kind(shelf: Shelf) -> type[FusedActor]:
+    return LaunchedActor if support.why_not_on(shelf.params[0].device) is None else NativeActor
+
+
 def acting(
     shelf: Shelf, grads: list[Tensor], columns: Columns | None, fractions: Tensor, maximize: bool
 ) -> FusedActor | None:
     """One that has looked at the gradients; or ``None``, where that cannot be done for once."""
     if _starts_late(shelf) or len({g.dtype for g in grads}) > 1:
         return None
-    kind = LaunchedActor if support.why_not_on(grads[0].device) is None else NativeActor
+    kind = _kind(shelf)
     if shelf.layout is None:
         shelf.layout = Layout(shelf.parts(shelf.params), kind.chunk())
     moment = Moment(shelf.states[0]["step"], torch.float32, (shelf.group["momentum"], shelf.group["decay"]))

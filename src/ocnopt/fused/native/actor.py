@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ CHUNK = 2**14
 class NativeActor(FusedActor):
     groups: Tensor | None = field(init=False)  # [parameters]: addresses of the columns
     lines: Lines = field(init=False)
+    described: Shelf = field(init=False)  # all that, as the kernels are told
 
     @classmethod
     def chunk(cls) -> int:
@@ -32,17 +33,31 @@ class NativeActor(FusedActor):
         table = self._table(self.grads) if all(map(is_plain, [*params, *self.grads, *groups])) else None
         if table is None:
             return False
-        self.table, self.groups = table, None
+        self.table, width = table, self.rank**2 + 2 * self.rank + 1
+        self.rows = torch.empty(layout.width, width, dtype=torch.float32)
+        partials = torch.empty(layout.total, width + 1, dtype=torch.float64)
+        if self._look(params, partials) and self.columns is not None:
+            self.columns = self.columns.whole(params)  # somebody has written where the calls leave zeros
+            self._look(params, partials)
+        return True
+
+    def _look(self, params: Sequence[Tensor], partials: Tensor) -> bool:
+        """Is there anything in the gradients that columns of parts do not tell of?"""
+        self.groups = None
         if self.columns is not None:
             self.columns = in_order(self.columns, params)
             self.groups = torch.tensor([*map(Tensor.data_ptr, self.columns.tensors)])
-        self.lines, width = lines_of(params, self.columns), self.rank**2 + 2 * self.rank + 1
-        self.rows = torch.empty(layout.width, width, dtype=torch.float32)
-        partials = torch.empty(layout.total, width, dtype=torch.float64)
-        kernels().ocnopt_look(
-            self._shelf, layout.total, self.momentum_cost, partials.data_ptr(), self.rows.data_ptr(), layout.width
+        self.lines, layout = lines_of(params, self.columns), self.layout
+        self.described = self._describe()
+        given = (
+            self.described,
+            layout.total,
+            self.momentum_cost,
+            partials.data_ptr(),
+            self.rows.data_ptr(),
+            layout.width,
         )
-        return True
+        return bool(kernels().ocnopt_look(*given))
 
     def _act(self, answer: Answer | None, first: int, count: int, *, move: bool, carry: bool) -> None:
         if not self.fine:
@@ -61,10 +76,9 @@ class NativeActor(FusedActor):
             move=move,
             carry=carry,
         )
-        kernels().ocnopt_act(self._shelf, act, first, count)
+        kernels().ocnopt_act(self.described, act, first, count)
 
-    @cached_property
-    def _shelf(self) -> Shelf:
+    def _describe(self) -> Shelf:
         layout, group, keep = self.layout, self.group, self.group["decay"]
         thetas, momenta, moments = (row.data_ptr() for row in self.table.others)
         return Shelf(

@@ -56,5 +56,5 @@ def kernels() -> ctypes.CDLL:
     assert isinstance(found, ctypes.CDLL)
     found.ocnopt_look.argtypes = POINTER(Shelf), c_int64, c_float, c_void_p, c_void_p, c_int64
     found.ocnopt_act.argtypes = POINTER(Shelf), POINTER(Act), c_int64, c_int64
-    found.ocnopt_look.restype = found.ocnopt_act.restype = None
+    found.ocnopt_look.restype, found.ocnopt_act.restype = c_int64, None
     return found

@@ -77,7 +77,7 @@ static inline float diagonal(const Shelf *shelf, float v) {
 }
 
 typedef struct {
-    double K, u, free, squares;
+    double K, u, free, squares, strays; /* the last: see below; of all numbers there are none */
 } Sums;
 
 SPECIALISED look_at(const Shelf *all, float cost, Range r, Sums *sums, int momentum, int adaptive, int decay) {
@@ -230,17 +230,28 @@ static void fill_up(float *x, int64_t n) {
     for (int64_t k = n; k % LANES; k++) x[k] = 0;
 }
 
-/* sums: K, [groups, groups], on its diagonal and below; u, free, [groups]; squares. */
+/* How many are not zero. */
+static int64_t count(const float *x, int64_t n) {
+    int64_t found = 0;
+#pragma omp simd reduction(+ : found)
+    for (int64_t k = 0; k < n; k++) found += x[k] != 0;
+    return found;
+}
+
+/* sums: K, [groups, groups], on its diagonal and below; u, free, [groups]; squares; gradients that are not zero where
+   columns have nothing. */
 static void look_by_group(const Shelf *shelf, float cost, Range r, double *sums) {
     int64_t rank = shelf->rank, end = r.end / r.line * r.kept, step = BLOCK / r.kept * r.kept;
-    double *u = sums + rank * rank, *free = u + rank, *squares = free + rank;
+    double *u = sums + rank * rank, *free = u + rank, *squares = free + rank, *strays = squares + 1;
     int32_t where[BLOCK];
     Block block;
-    for (double *sum = sums; sum <= squares; sum++) *sum = 0;
+    for (double *sum = sums; sum <= strays; sum++) *sum = 0;
     if (r.line > 1) locate(r, where);
     for (int64_t at = r.start / r.line * r.kept; at < end; at += step) {
-        int64_t n = least(step, end - at);
-        read_numbers(shelf, cost, r, at / r.kept * r.line, where, n, &block);
+        int64_t n = least(step, end - at), from = at / r.kept * r.line;
+        if (r.line > 1) *strays += (double)count(shelf->grads[r.which] + from, n / r.kept * r.line);
+        read_numbers(shelf, cost, r, from, where, n, &block);
+        if (r.line > 1) *strays -= (double)count(block.g, n);
         read_groups(shelf, r, at, n, &block, squares);
         fill_up(block.rows[0], n);
         for (int64_t j = 0; j < rank; j++) {
@@ -260,24 +271,26 @@ static void look_by_group(const Shelf *shelf, float cost, Range r, double *sums)
 }
 
 /* rows: [parameters, width]: G^T C^{-1} G, G^T C^{-1} ℓ, G^T γθ and the squares of all that is read; ℓ = γθ + cost · m.
-   partials: [chunks, width]. */
-void ocnopt_look(const Shelf *shelf, int64_t total, float cost, double *partials, float *rows, int64_t parameters) {
-    int64_t rank = shelf->rank, width = rank * rank + 2 * rank + 1;
+   partials: [chunks, width + 1]. Returns how many gradients are not zero where columns have nothing. */
+int64_t ocnopt_look(const Shelf *shelf, int64_t total, float cost, double *partials, float *rows, int64_t parameters) {
+    int64_t rank = shelf->rank, width = rank * rank + 2 * rank + 1, strays = 0;
 #pragma omp parallel for schedule(static) num_threads(shelf->threads)
     for (int64_t i = 0; i < total; i++) {
         Range r = range_of(shelf, i);
-        if (shelf->columns) look_by_group(shelf, cost, r, partials + i * width);
-        else look_at_all(shelf, cost, r, (Sums *)(partials + i * width));
+        if (shelf->columns) look_by_group(shelf, cost, r, partials + i * (width + 1));
+        else look_at_all(shelf, cost, r, (Sums *)(partials + i * (width + 1)));
     }
     for (int64_t which = 0, i = 0; which < parameters; which++) {
-        double sums[MOST * MOST + 2 * MOST + 1] = {0};
+        double sums[MOST * MOST + 2 * MOST + 2] = {0};
         float *row = rows + which * width;
         for (; i < total && shelf->chunks[3 * i] == which; i++)
-            for (int64_t k = 0; k < width; k++) sums[k] += partials[i * width + k];
+            for (int64_t k = 0; k <= width; k++) sums[k] += partials[i * (width + 1) + k];
         for (int64_t k = 0; k < width; k++) row[k] = (float)sums[k];
         for (int64_t i = 0; i < rank; i++)
             for (int64_t j = 0; j < i; j++) row[j * rank + i] = row[i * rank + j];
+        strays += (int64_t)sums[width];
     }
+    return strays;
 }
 
 /* `n` numbers from `at` on. mixed: what groups have beyond w g; null if all are one. */
