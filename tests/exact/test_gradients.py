@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 import ocnopt.gradients
 import ocnopt.multi
-from ocnopt.curvature.adaptive import DiagonalMetric, Roots
 from ocnopt.forms import Forms
-from ocnopt.gradients import Explicit, GroupGradients, Shared
+from ocnopt.gradients import Explicit, GroupGradients
 from ocnopt.gram import Gram
 from ocnopt.layers import Adapter
 from ocnopt.players import Player
@@ -231,74 +230,13 @@ def test_short_gradients_side_by_side(rank: int, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("short", [0, 10])
 def test_columns_add_up(short: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that must, side by side where they are short; the others stay what they are."""
+    """Side by side where they are short."""
     monkeypatch.setattr(
         ocnopt.gradients, "together", lambda rows: [i for i, G in enumerate(rows) if G.shape[1] < short]
     )
     shapes, fractions = [(4,), (2, 3), (), (3, 2000), (5,)], torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
     found, grads = columns(shapes, 3), [G[0] for G in columns(shapes, 1)]
-    G = Explicit.of(found, grads, fractions, known={0}).columns
-    assert G[0] is found[0]
-    for i in range(1, 5):
+    G = Explicit.of(found, grads, fractions).columns
+    for i in range(5):
         rest = grads[i] - found[i].sum(0)
         assert_close(G[i], found[i] + torch.tensordot(fractions, rest, 0), f"columns of {i}")
-
-
-def _diagonals(shapes: Sequence[tuple[int, ...]]) -> Roots:
-    return Roots([0.1 + torch.rand(shape, dtype=torch.float64) for shape in shapes], torch.tensor(0.7).double(), 0.01)
-
-
-@pytest.mark.parametrize("rank", [1, 3])
-@pytest.mark.parametrize("near", [5, 1000])
-def test_a_diagonal_metric_is_applied_where_it_is_read(near: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the quotients were stored, a few numbers at a time or all at once."""
-    monkeypatch.setattr(ocnopt.multi, "_NEAR", near)
-    monkeypatch.setattr(ocnopt.gradients, "CACHED", 4 * near)
-    shapes, fractions = [(4,), (2, 3), (), (3, 11)], torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
-    diagonals, vectors = _diagonals(shapes), [G[0] for G in columns(shapes, 1)]
-    metric = DiagonalMetric(diagonals)
-    if rank == 1:
-        grads = [g.mT.contiguous().mT if g.dim() == 2 else g for (g,) in columns(shapes, 1)]
-        G: GroupGradients = Shared(grads, fractions)
-        stored: GroupGradients = Shared(metric.solve(grads), fractions)
-    else:
-        stored, G = (Explicit(each(columns(shapes, 3)), fractions) for each in (metric.solve, list))
-    Gi, w = G.preconditioned(metric), torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
-    assert not isinstance(Gi, Explicit)
-    assert_close(G.kernels(Gi), G.kernels(stored), "K")
-    for found, expected in zip(G.products(Gi, vectors), G.products(stored, vectors), strict=True):
-        assert_close(found, expected, "K and u")
-    assert_close(Gi.project(vectors), stored.project(vectors), "G^T C^{-1} v")
-    assert_close(Gi.total()[3], stored.total()[3], "G 1")
-    for index in ([0, 1, 2, 3], [3, 1]):
-        few, others = Gi.select(index), stored.select(index)
-        for a, b in zip(few.mix(w), others.mix(w), strict=True):
-            assert_close(a, b, "G w")
-        moved, known = ([vectors[i].clone() for i in index] for _ in range(2))
-        few.add_to(moved, w, -2.0, torch.tensor(0.1).double())
-        others.add_to(known, w, -2.0, torch.tensor(0.1).double())
-        for a, b in zip(moved, known, strict=True):
-            assert_close(a, b, "after a step")
-
-
-def test_columns_of_a_part() -> None:
-    """The others are zero."""
-    part, fractions = (slice(None), slice(1, 2)), torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
-    whole = [torch.zeros(3, 4, 3, dtype=torch.float64), *columns([(5,)], 3)]
-    whole[0][(slice(None), *part)] = columns([(4, 1)], 3)[0]
-    sums, w = [G.sum(0) for G in whole], torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
-    of_all = Explicit.of(whole, sums, fractions, known={0, 1})
-    of_part = Explicit.of([whole[0][:, :, 1:2], whole[1]], sums, fractions, {0, 1}, {0: part})
-    vectors, metric = [G[0] for G in columns([(4, 3), (5,)], 1)], DiagonalMetric(_diagonals([(4, 3), (5,)]))
-    for a, b in ((of_all, of_part), (of_all.preconditioned(metric), of_part.preconditioned(metric))):
-        assert_close(of_part.kernels(b), of_all.kernels(a), "K")
-        assert_close(b.project(vectors), a.project(vectors), "u")
-        for index in ([0, 1], [1, 0], [0]):
-            pairs = zip(b.select(index).mix(w), a.select(index).mix(w), strict=True)
-            for found, expected in pairs:
-                assert_close(found, expected, "G w")
-            moved, known = ([vectors[i].clone() for i in index] for _ in range(2))
-            b.select(index).add_to(moved, w)
-            a.select(index).add_to(known, w)
-            assert_close(moved[0], known[0], "after a step")
-    assert of_part.total()[0] is sums[0]
