@@ -93,3 +93,31 @@ def assert_same_step(seed: int = 7, steps: int = 2, **options: Any) -> None:
     assert not torch.equal(before[0], values(model)[0])
     # s is a difference of two inner products, each of which is rounded
     torch.testing.assert_close(found(ours, fused), found(model, plain), rtol=2e-5, atol=2e-6)
+
+
+def convolutions(bias: bool = True) -> nn.Sequential:
+    """Of 4×4 pixels, then of 2×2 and of one, whose kernels see padding mostly."""
+    torch.manual_seed(0)
+    layers = [
+        nn.Conv2d(3, 7, 3, stride=2, padding=1, bias=bias),
+        nn.Tanh(),
+        nn.Conv2d(7, 70, 3, stride=2, padding=1, bias=bias),
+        nn.Tanh(),
+        nn.Conv2d(70, 90, 3, padding=1, bias=bias),
+        nn.Flatten(),
+        nn.Linear(90, 2),
+    ]
+    return nn.Sequential(*layers)
+
+
+def trained(model: nn.Module, x: torch.Tensor, steps: int = 3, **options: Any) -> list[Any]:
+    opt = OCNOpt(model.parameters(), model=model, lr=0.05, eps=1e-2, **options)  # of small numbers last digits differ
+    for i in range(steps):
+        opt.zero_grad()
+        model((1 + 0.1 * i) * x).square().mean().backward()
+        opt.step()
+    return found(model, opt)
+
+
+def images(batch: int = 6, side: int = 4) -> torch.Tensor:
+    return torch.randn(batch, 3, side, side, generator=torch.Generator().manual_seed(1))

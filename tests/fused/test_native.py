@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import stat
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,62 +29,20 @@ from tests.fused.checks_groups import (  # noqa: F401
     test_groups_of_a_convolution_with_channels_last,
     test_options_by_group,
 )
-from tests.fused.networks import DECAYS, MOMENTA, found, network, one_pass
+from tests.fused.networks import DECAYS, MOMENTA, network, one_pass
 from tests.toys import assert_identical, values
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ocnopt import OCNOpt
-from ocnopt.fused.native import binding, build
+from ocnopt.fused.native import binding
 from ocnopt.fused.native.actor import NativeActor
 from ocnopt.gram import Gram
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the networks are on the GPU"),
-    pytest.mark.skipif(isinstance(build.library(), str), reason=str(build.library())),
+    pytest.mark.skipif(isinstance(binding.library(), str), reason=str(binding.library())),
 ]
-
-
-@pytest.fixture
-def acted(monkeypatch: pytest.MonkeyPatch) -> list[NativeActor]:
-    """Who has acted by the kernels."""
-    seen: list[NativeActor] = []
-    real = NativeActor._act
-
-    def noted(self: NativeActor, *args: Any, **options: Any) -> None:
-        seen.append(self)
-        real(self, *args, **options)
-
-    monkeypatch.setattr(NativeActor, "_act", noted)
-    return seen
-
-
-def convolutions(bias: bool = True) -> nn.Sequential:
-    """Of 4×4 pixels, then of 2×2 and of one, whose kernels see padding mostly."""
-    torch.manual_seed(0)
-    layers = [
-        nn.Conv2d(3, 7, 3, stride=2, padding=1, bias=bias),
-        nn.Tanh(),
-        nn.Conv2d(7, 70, 3, stride=2, padding=1, bias=bias),
-        nn.Tanh(),
-        nn.Conv2d(70, 90, 3, padding=1, bias=bias),
-        nn.Flatten(),
-        nn.Linear(90, 2),
-    ]
-    return nn.Sequential(*layers)
-
-
-def trained(model: nn.Module, x: torch.Tensor, steps: int = 3, **options: Any) -> list[Any]:
-    opt = OCNOpt(model.parameters(), model=model, lr=0.05, eps=1e-2, **options)  # of small numbers last digits differ
-    for i in range(steps):
-        opt.zero_grad()
-        model((1 + 0.1 * i) * x).square().mean().backward()
-        opt.step()
-    return found(model, opt)
-
-
-def images(batch: int = 6, side: int = 4) -> torch.Tensor:
-    return torch.randn(batch, 3, side, side, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("momentum", ["none", "average", "nesterov"])
@@ -227,82 +181,73 @@ def test_tensors_that_hold_no_numbers() -> None:
             opt.step()
 
 
-# --- building them ---
+def test_parameters_with_something_between_their_numbers(acted: list[NativeActor]) -> None:
+    found = []
+    for fused in (None, False):
+        base = torch.arange(24.0).view(4, 6)
+        p = nn.Parameter(base[:, ::2])
+        p.grad = torch.ones(4, 6)[:, ::2]
+        OCNOpt([p], 0.1, curvature="identity", momentum=0.0, fused=fused).step()
+        found.append(base)
+    assert_identical(*found)
+    assert not acted
 
 
-@pytest.fixture
-def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[], str | None]]:
-    """Build the kernels again, with an empty cache."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("CC", raising=False)
-    build.library.cache_clear()
-    yield lambda: binding.why_not(torch.float32)
-    build.library.cache_clear()
+def test_gradients_that_are_views_of_their_negative() -> None:
+    found = []
+    for fused in (None, False):
+        model = network()
+        for p in model.parameters():
+            p.grad = torch._neg_view(torch.linspace(1, 2, p.numel()).view_as(p))
+        OCNOpt(model.parameters(), fused=fused).step()
+        found.append(values(model))
+    assert_identical(*found)
 
 
-def kept(tmp_path: Path) -> list[Path]:
-    return list((tmp_path / "cache" / "ocnopt" / "kernels").iterdir())
-
-
-def test_they_are_built_once(anew: Callable[[], str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert anew() is None
-    (library,) = kept(tmp_path)
-    assert stat.S_IMODE(library.parent.stat().st_mode) == 0o700
-    build.library.cache_clear()
-    monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: pytest.fail("built again"))
-    assert anew() is None
-    assert kept(tmp_path) == [library]
-
-
-def test_for_another_processor_they_are_others(
-    anew: Callable[[], str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One whose vectors are shorter. Homes are shared between machines."""
-    assert anew() is None
-    monkeypatch.setattr(build, "FLAGS", tuple(flag for flag in build.FLAGS if flag != "-march=native"))
-    build.library.cache_clear()
-    plain = trained(convolutions(), images(9), fused=False, rank=7, feedback="nonlinear")
-    ours = trained(convolutions(), images(9), fused=True, rank=7, feedback="nonlinear")
-    torch.testing.assert_close(ours, plain, rtol=5e-5, atol=2e-6)
-    assert len(kept(tmp_path)) == 2
-
-
-@pytest.mark.usefixtures("anew")
-def test_where_nothing_can_be_kept(tmp_path: Path, acted: list[NativeActor]) -> None:
-    (tmp_path / "cache").write_text("no folder")
-    trained(convolutions(), images(), fused=True)
+def test_another_default_device(acted: list[NativeActor]) -> None:
+    model, x = convolutions(), images()
+    with torch.device("meta"):
+        opt = OCNOpt(model.parameters(), model=model, rank=3)
+        model(x).square().mean().backward()
+        opt.step()
     assert acted
 
 
-@pytest.mark.usefixtures("anew")
-@pytest.mark.parametrize(
-    ("compiler", "why"),
-    [
-        ("/nowhere/cc", "kernels for a CPU cannot be built: .*/nowhere/cc"),
-        ("false", "false cannot build kernels for a CPU: it does not say why"),
-        (f"{sys.executable} -c 1/0", "cannot build kernels for a CPU: Traceback"),
-        ("true", "kernels for a CPU cannot be built: .*No such file"),
-    ],
-)
-def test_a_compiler_that_does_not(compiler: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CC", compiler)
-    _said(why)
+def test_blocks_of_whole_lines(acted: list[NativeActor]) -> None:
+    """Of three numbers each, which no power of two is a multiple of."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(8, 40, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(80, 1))
+    x = torch.randn(6, 8, 1, 2, generator=torch.Generator().manual_seed(1))
+    plain = trained(copy.deepcopy(model), x, fused=False, rank=3)
+    torch.testing.assert_close(trained(model, x, rank=3), plain, rtol=5e-5, atol=2e-6)
+    assert [9, 3] in acted[-1].lines.table[:, :2].tolist()
 
 
-@pytest.mark.usefixtures("anew")
-def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build.shutil, "which", lambda _: None)
-    _said("there is no C compiler to build kernels for a CPU")
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_bad_gradient_leaves_no_trace(rank: int) -> None:
+    """Of which the calls know nothing."""
+    model = convolutions()
+    opt = OCNOpt(model.parameters(), model=model, rank=rank)
+    model(images()).square().mean().backward()
+    model[4].weight.grad.view(-1)[-1] = torch.nan  # where columns have nothing, too
+    before = values(model)
+    opt.step()
+    assert_identical(values(model), before)
+    with pytest.warns(UserWarning, match="1 step"):
+        assert opt.diagnostics.skipped_steps == 1
 
 
-@pytest.mark.usefixtures("anew")
-def test_another_platform(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build.sys, "platform", "win32")
-    _said("kernels for a CPU are built on Linux, not on 'win32'")
-
-
-def _said(why: str) -> None:
-    """Where they are asked for; elsewhere steps are made without a word."""
-    with pytest.raises(RuntimeError, match=f"^fused=True cannot be had for '0.weight': .*{why}"):
-        trained(convolutions(), images(), fused=True)
-    assert_identical(trained(convolutions(), images()), trained(convolutions(), images(), fused=False))
+@pytest.mark.parametrize("rank", [1, 3])
+def test_second_moments_that_are_no_numbers(rank: int) -> None:
+    found = []
+    for fused in (None, False):
+        model = convolutions()
+        opt = OCNOpt(model.parameters(), model=model, rank=rank, fused=fused)
+        for i in range(2):
+            model(images()).square().mean().backward()
+            opt.step()
+            if i == 0:
+                opt.state[model[0].weight]["second_moment"][0] = torch.nan
+        found.append([torch.isnan(p) for p in values(model)])
+    assert any(p.any() for p in found[1])
+    assert_identical(*found)

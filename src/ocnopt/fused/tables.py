@@ -39,12 +39,16 @@ class Addresses:
             found, self._room = self._room, None
             if found is not None:
                 whole_step.keep(found)
-                whole_step.afterwards(lambda: found.copy_(torch.tensor(row)))
+                whole_step.afterwards(lambda: found.copy_(torch.tensor(row, device="cpu")))
             return found
         if whole_step.capturing():  # by somebody else: nobody says when that is over
             pinned, self._pinned = self._pinned, None
             whole_step.keep(pinned)
-            return None if pinned is None else pinned.copy_(torch.tensor(row)).to(self._device, non_blocking=True)
+            return (
+                None
+                if pinned is None
+                else pinned.copy_(torch.tensor(row, device="cpu")).to(self._device, non_blocking=True)
+            )
         self.make_room(row)
         if self._sent is None or self._row != row:
             self._row, self._sent = row, sent(row, self._device)
@@ -67,7 +71,7 @@ class Addresses:
 
 def sent(rows: Sequence[object], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """To the device, without waiting for it: what is small is copied aside at once, and sent in its turn."""
-    return torch.tensor(rows, dtype=dtype).to(device, non_blocking=True)
+    return torch.tensor(rows, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
 class Layout:
@@ -75,6 +79,7 @@ class Layout:
 
     def __init__(self, params: Sequence[Tensor], chunk: int) -> None:
         self.device, self.width, self._shapes = params[0].device, len(params), [p.shape for p in params]
+        self.chunk = chunk
         counts = [-(-p.numel() // chunk) for p in params]
         self.ends = list(accumulate(counts, initial=0))
         rows = [(i, j, params[i].numel()) for i, count in enumerate(counts) for j in range(count)]
@@ -149,17 +154,17 @@ class Layout:
         if self._grads is None:
             self._grads = row, sent(row, self.device)
         elif self._grads[0] != row:
-            self._grads = row, self._grads[1].copy_(torch.tensor(row), non_blocking=True)
+            self._grads = row, self._grads[1].copy_(torch.tensor(row, device="cpu"), non_blocking=True)
         whole_step.keep(self._grads)
         return self._grads[1]
 
     def _order(self, params: Sequence[Tensor] | None, *state: Sequence[Tensor] | None) -> Order | None:
-        """Shapes and strides of the parameters, if they are the same in all columns."""
+        """Shapes and strides of the parameters, if they are the same in all columns, and nothing is between numbers."""
         known = [column for column in state if column is not None]
         orders = [_order(column) for column in (params or (), *known)]
         wide = all(t.dtype == torch.float32 for column in known for t in column)
         alike = all(each == orders[0] for each in orders) and orders[0][0] == self._shapes
-        return orders[0] if wide and alike else None
+        return orders[0] if wide and alike and all(map(_is_dense, params or ())) else None
 
 
 def laid_out(G: Tensor, p: Tensor) -> Tensor:
@@ -168,6 +173,16 @@ def laid_out(G: Tensor, p: Tensor) -> Tensor:
     if G.stride() == strides:
         return G
     return torch.empty_strided(G.shape, strides, dtype=G.dtype, device=G.device).copy_(G)
+
+
+def _is_dense(t: Tensor) -> bool:
+    """Numbers are one after another, in whatever order of the dimensions."""
+    next_stride = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1):
+        if stride != next_stride:
+            return False
+        next_stride *= size
+    return True
 
 
 def _order(tensors: Sequence[Tensor]) -> Order:

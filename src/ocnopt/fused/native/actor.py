@@ -21,7 +21,8 @@ CHUNK = 2**14
 class NativeActor(FusedActor):
     groups: Tensor | None = field(init=False)  # [parameters]: addresses of the columns
     lines: Lines = field(init=False)
-    described: Shelf = field(init=False)  # all that, as the kernels are told
+    gammas: Tensor = field(init=False)  # [parameters]
+    described: Shelf = field(init=False)  # all that, as the kernels are told: where it is, as long as it is here
 
     @classmethod
     def chunk(cls) -> int:
@@ -34,8 +35,8 @@ class NativeActor(FusedActor):
         if table is None:
             return False
         self.table, width = table, self.rank**2 + 2 * self.rank + 1
-        self.rows = torch.empty(layout.width, width, dtype=torch.float32)
-        partials = torch.empty(layout.total, width + 1, dtype=torch.float64)
+        self.rows = torch.empty(layout.width, width, dtype=torch.float32, device="cpu")
+        partials = torch.empty(layout.total, width + 1, dtype=torch.float64, device="cpu")
         if self._look(params, partials) and self.columns is not None:
             self.columns = self.columns.whole(params)  # somebody has written where the calls leave zeros
             self._look(params, partials)
@@ -46,18 +47,11 @@ class NativeActor(FusedActor):
         self.groups = None
         if self.columns is not None:
             self.columns = in_order(self.columns, params)
-            self.groups = torch.tensor([*map(Tensor.data_ptr, self.columns.tensors)])
+            self.groups = torch.tensor([*map(Tensor.data_ptr, self.columns.tensors)], device="cpu")
         self.lines, layout = lines_of(params, self.columns), self.layout
         self.described = self._describe()
-        given = (
-            self.described,
-            layout.total,
-            self.momentum_cost,
-            partials.data_ptr(),
-            self.rows.data_ptr(),
-            layout.width,
-        )
-        return bool(kernels().ocnopt_look(*given))
+        into = partials.data_ptr(), self.rows.data_ptr(), layout.width
+        return bool(kernels().ocnopt_look(self.described, layout.total, self.momentum_cost, *into))
 
     def _act(self, answer: Answer | None, first: int, count: int, *, move: bool, carry: bool) -> None:
         if not self.fine:
@@ -80,6 +74,7 @@ class NativeActor(FusedActor):
 
     def _describe(self) -> Shelf:
         layout, group, keep = self.layout, self.group, self.group["decay"]
+        self.gammas = layout.decays(self.decays)
         thetas, momenta, moments = (row.data_ptr() for row in self.table.others)
         return Shelf(
             chunks=layout.chunks.data_ptr(),
@@ -91,11 +86,11 @@ class NativeActor(FusedActor):
             lines=self.lines.table.data_ptr(),
             places=self.lines.places.data_ptr(),
             fractions=self.fractions.data_ptr(),
-            decays=layout.decays(self.decays).data_ptr(),
+            decays=self.gammas.data_ptr(),
             coupled=self.has_decay,
             decoupled=self.has_decoupled_decay,
             rank=self.rank,
-            chunk=CHUNK,
+            chunk=layout.chunk,
             threads=torch.get_num_threads(),
             sign=self.sign,
             keep=keep,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from ctypes import CDLL, POINTER, Structure, c_float, c_int64, c_void_p
 from functools import cache
+from threading import Lock
 
 import torch
 from torch import Tensor
 
 from ocnopt import whole_step
-from ocnopt.fused.native.build import library
+from ocnopt.fused.native import build
 
 
 class Shelf(Structure):
@@ -34,6 +34,27 @@ class Act(Structure):
     )
 
 
+_LOCK = Lock()
+
+
+def library() -> CDLL | str:
+    """Or why there is none."""
+    with _LOCK:  # threads that need it at the same time need one
+        return _library()
+
+
+@cache
+def _library() -> CDLL | str:
+    try:
+        found = build.load()
+        found.ocnopt_look.argtypes = POINTER(Shelf), c_int64, c_float, c_void_p, c_void_p, c_int64
+        found.ocnopt_act.argtypes = POINTER(Shelf), POINTER(Act), c_int64, c_int64
+        found.ocnopt_look.restype, found.ocnopt_act.restype = c_int64, None
+    except build.Unavailable as why:
+        return str(why)
+    return found
+
+
 def why_not(dtype: torch.dtype) -> str | None:
     """Why the kernels cannot be had."""
     if dtype != torch.float32:
@@ -44,17 +65,14 @@ def why_not(dtype: torch.dtype) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def is_plain(t: Tensor) -> bool:
-    """Is it where it says, of numbers that the kernels read? Those of a fake tensor, say, are nowhere."""
-    return t.dtype == torch.float32 and type(t).__torch_dispatch__ is Tensor.__torch_dispatch__
-
-
-@cache
-def kernels() -> ctypes.CDLL:
+def kernels() -> CDLL:
     """Only if :func:`why_not` has nothing to say."""
     found = library()
-    assert isinstance(found, ctypes.CDLL)
-    found.ocnopt_look.argtypes = POINTER(Shelf), c_int64, c_float, c_void_p, c_void_p, c_int64
-    found.ocnopt_act.argtypes = POINTER(Shelf), POINTER(Act), c_int64, c_int64
-    found.ocnopt_look.restype, found.ocnopt_act.restype = c_int64, None
+    assert isinstance(found, CDLL)
     return found
+
+
+def is_plain(t: Tensor) -> bool:
+    """Are its numbers, as the kernels read them, where it says? Those of a fake tensor, say, are nowhere."""
+    own = type(t).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return t.dtype == torch.float32 and own and not t.is_neg()

@@ -9,77 +9,130 @@ import shlex
 import shutil
 import subprocess
 import sys
-from functools import cache
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 SOURCE = Path(__file__).with_name("kernels.c")
 
-#: for the processor at hand; NaN and infinity are what they always are
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-std=c11", "-shared", "-fPIC")
+#: NaN and infinity are what they always are
+FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-std=c11", "-shared", "-fPIC")
+
+#: for the processor at hand, where a compiler knows how
+NATIVE = "-march=native"
 
 #: what tells processors apart
-_FEATURES = ("vendor_id", "model name", "flags", "Features", "CPU implementer", "CPU part")
+_FEATURES = b"vendor_id", b"model name", b"flags", b"Features", b"CPU implementer", b"CPU part"
+
+#: bytes at the end of a library that tell whether it is whole
+_SEAL = hashlib.sha256().digest_size
 
 
-@cache
-def library() -> ctypes.CDLL | str:
-    """Or why there is none."""
-    if sys.platform != "linux":
-        return f"kernels for a CPU are built on Linux, not on {sys.platform!r}"
-    compiler = _compiler()
-    if compiler is None:
-        return "there is no C compiler to build kernels for a CPU"
-    try:
-        with TemporaryDirectory(prefix="ocnopt-") as scratch:
-            return ctypes.CDLL(str(_built(compiler, Path(scratch))))
-    except subprocess.CalledProcessError as error:
-        said = error.stderr.strip().splitlines() or ["it does not say why"]
-        return f"{shlex.join(compiler)} cannot build kernels for a CPU: {said[0]}"
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"kernels for a CPU cannot be built: {error}"
+class Unavailable(Exception):
+    """Why there are no kernels."""
 
 
-def _compiler() -> list[str] | None:
-    named = shlex.split(os.environ.get("CC", ""))
-    if named:
-        return named
-    found = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-    return None if found is None else [found]
-
-
-def _built(compiler: list[str], scratch: Path) -> Path:
-    """Where they are: in the cache of the user; or, if that cannot be written to, in ``scratch``.
-
-    Processes that build at the same time do not meet, since each puts a whole file there.
+def load() -> ctypes.CDLL:
+    """The library, from the cache of the user or built; without a cache that can be trusted, in a folder that is gone
+    afterwards.
     """
-    name = f"kernels-{_key(compiler)}.so"
-    kept = _cache_folder() / name
-    if kept.exists():
-        return kept
-    made = scratch / name
-    command = [*compiler, *FLAGS, str(SOURCE), "-o", str(made), "-lm"]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    if sys.platform != "linux":
+        raise Unavailable(f"kernels for a CPU are built on Linux, not on {sys.platform!r}")
     try:
-        kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=kept.parent) as beside:
-            Path(shutil.copy(made, beside)).replace(kept)
+        compilers = _compilers()
+        folder = _cache_folder()
+        kept = None if folder is None else folder / f"kernels-{_key(compilers)}.so"
+        if kept is not None and _is_whole(kept):
+            with suppress(OSError):  # nothing may be executed there
+                return ctypes.CDLL(str(kept))
+        with TemporaryDirectory(prefix="ocnopt-") as scratch:
+            made = _built(compilers, Path(scratch))
+            found = ctypes.CDLL(str(made))
+            if kept is not None:
+                _keep(made, kept)
+            return found
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"kernels for a CPU cannot be built: {error}") from error
+
+
+def _compilers() -> list[list[str]]:
+    named = shlex.split(os.environ.get("CC", ""))
+    found = [named] if named else [[path] for path in map(shutil.which, ("cc", "gcc", "clang")) if path]
+    if not found:
+        raise Unavailable("there is no C compiler to build kernels for a CPU")
+    return found
+
+
+def _built(compilers: list[list[str]], scratch: Path) -> Path:
+    made, reasons = scratch / "kernels.so", list[str]()
+    for command in _commands(compilers):
+        full = [*command, str(SOURCE), "-o", str(made), "-lm"]
+        try:
+            quiet = {"stdin": subprocess.DEVNULL, "capture_output": True, "errors": "replace"}
+            done = subprocess.run(full, check=False, timeout=60, **quiet)  # type: ignore[call-overload]
+        except (OSError, subprocess.TimeoutExpired) as error:
+            reasons.append(str(error))
+            continue
+        if done.returncode == 0 and made.exists():
+            made.write_bytes(_sealed(made.read_bytes()))
+            return made
+        said = done.stderr.strip().splitlines() or ["it does not say why"]
+        reasons.append(f"{command[0]}: {said[0]}")
+    raise Unavailable(f"kernels for a CPU cannot be built: {reasons[0]}")
+
+
+def _commands(compilers: list[list[str]]) -> Iterator[list[str]]:
+    for compiler in compilers:
+        yield [*compiler, *FLAGS, NATIVE]
+        yield [*compiler, *FLAGS]
+
+
+def _keep(made: Path, kept: Path) -> None:
+    """For processes to come. Those that do it at the same time do not meet: each puts a whole file there."""
+    with suppress(OSError), TemporaryDirectory(dir=kept.parent) as beside:
+        Path(shutil.copy(made, beside)).replace(kept)
+
+
+def _sealed(library: bytes) -> bytes:
+    """What comes after the end is nobody's concern but ours."""
+    return library + hashlib.sha256(library).digest()
+
+
+def _is_whole(kept: Path) -> bool:
+    """Part of a library that is mapped into memory ends the process."""
+    try:
+        if not _is_ours(kept):
+            return False
+        found = kept.read_bytes()
     except OSError:
-        return made
-    return kept
+        return False
+    return len(found) > _SEAL and found == _sealed(found[:-_SEAL])
 
 
-def _cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "ocnopt" / "kernels"
+def _is_ours(path: Path) -> bool:
+    """And can nobody else write to it?"""
+    status = path.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
-def _key(compiler: list[str]) -> str:
+def _cache_folder() -> Path | None:
+    try:
+        root = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        folder = (root if root.is_absolute() else Path.home() / ".cache") / "ocnopt" / "kernels"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder if _is_ours(folder) else None
+    except (OSError, RuntimeError):  # nobody has a home, or may enter it
+        return None
+
+
+def _key(compilers: list[list[str]]) -> str:
     """Of one source, compiler and kind of processor: homes are shared between machines."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:
         lines = []
     processor = sorted({line for line in lines if line.startswith(_FEATURES)})
-    facts = [SOURCE.read_text(), *FLAGS, *compiler, os.uname().machine, *processor]
-    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+    command = [os.uname().machine, *(" ".join(each) for each in _commands(compilers))]
+    facts = [SOURCE.read_bytes(), *map(os.fsencode, command), *processor]
+    return hashlib.sha256(b"\n".join(facts)).hexdigest()[:16]

@@ -69,7 +69,7 @@ def _lines(parameters: tuple[Dimensions, ...]) -> Lines:
             known[dimensions] = len(places)
             places += here
         rows.append((_length(dimensions), len(here), known[dimensions]))
-    return Lines(torch.tensor(rows), torch.tensor(places, dtype=torch.int32))
+    return Lines(torch.tensor(rows, device="cpu"), torch.tensor(places, dtype=torch.int32, device="cpu"))
 
 
 def _places(dimensions: Dimensions) -> Iterator[int]:

@@ -76,17 +76,14 @@ static inline float diagonal(const Shelf *shelf, float v) {
     return sqrtf(mean < FLT_MIN ? FLT_MIN : mean) + shelf->eps;
 }
 
-typedef struct {
-    double K, u, free, squares, strays; /* the last: see below; of all numbers there are none */
-} Sums;
-
-SPECIALISED look_at(const Shelf *all, float cost, Range r, Sums *sums, int momentum, int adaptive, int decay) {
+/* sums: g^T C^{-1} g, g^T C^{-1} ℓ, g^T γθ, g^T g; and gradients where there is no column: none. */
+SPECIALISED look_at(const Shelf *all, float cost, Range r, double *sums, int momentum, int adaptive, int decay) {
     const Shelf shelf = *all;
     const float *restrict g_at = shelf.grads[r.which], *restrict theta_at = shelf.thetas[r.which];
     const float *restrict m_at = momentum ? shelf.momenta[r.which] : 0;
     const float *restrict v_at = adaptive ? shelf.moments[r.which] : 0;
     float shared = shelf.share * r.coupled;
-    *sums = (Sums){0};
+    for (int i = 0; i < 5; i++) sums[i] = 0;
     for (int64_t start = r.start; start < r.end; start += BLOCK) {
         int64_t end = least(start + BLOCK, r.end);
         float K = 0, u = 0, free = 0, squares = 0;
@@ -100,7 +97,7 @@ SPECIALISED look_at(const Shelf *all, float cost, Range r, Sums *sums, int momen
             free += r.decoupled * theta * g;
             squares += g * g;
         }
-        sums->K += K, sums->u += u, sums->free += free, sums->squares += squares;
+        sums[0] += K, sums[1] += u, sums[2] += free, sums[3] += squares;
     }
 }
 
@@ -108,7 +105,7 @@ static int kind_of(const Shelf *shelf) {
     return (shelf->momenta ? 1 : 0) | (shelf->moments ? 2 : 0) | (shelf->coupled || shelf->decoupled ? 4 : 0);
 }
 
-static void look_at_all(const Shelf *shelf, float cost, Range r, Sums *sums) {
+static void look_at_all(const Shelf *shelf, float cost, Range r, double *sums) {
 #define CASE(k) case k: look_at(shelf, cost, r, sums, k & 1, k & 2, k & 4); break;
     switch (kind_of(shelf)) { CASE(0) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) }
 #undef CASE
@@ -172,7 +169,7 @@ static float sum_of(Vector v) {
 static inline __attribute__((always_inline)) Vector loaded(const float *x, int64_t left) {
     Vector found = {0};
     if (left >= LANES) memcpy(&found, x, sizeof found);
-    else memcpy(&found, x, left * sizeof *x);
+    else memcpy(&found, x, (size_t)left * sizeof *x);
     return found;
 }
 
@@ -226,6 +223,7 @@ static void some_dots(const float *x, float (*rows)[BLOCK], int64_t n, double *p
 #undef CASE
 }
 
+/* Zeros up to a whole vector: what is multiplied by zeros must be numbers, too. */
 static void fill_up(float *x, int64_t n) {
     for (int64_t k = n; k % LANES; k++) x[k] = 0;
 }
@@ -274,11 +272,11 @@ static void look_by_group(const Shelf *shelf, float cost, Range r, double *sums)
    partials: [chunks, width + 1]. Returns how many gradients are not zero where columns have nothing. */
 int64_t ocnopt_look(const Shelf *shelf, int64_t total, float cost, double *partials, float *rows, int64_t parameters) {
     int64_t rank = shelf->rank, width = rank * rank + 2 * rank + 1, strays = 0;
-#pragma omp parallel for schedule(static) num_threads(shelf->threads)
+#pragma omp parallel for schedule(static) num_threads(shelf->threads) if (total > 1)
     for (int64_t i = 0; i < total; i++) {
         Range r = range_of(shelf, i);
         if (shelf->columns) look_by_group(shelf, cost, r, partials + i * (width + 1));
-        else look_at_all(shelf, cost, r, (Sums *)(partials + i * (width + 1)));
+        else look_at_all(shelf, cost, r, partials + i * (width + 1));
     }
     for (int64_t which = 0, i = 0; which < parameters; which++) {
         double sums[MOST * MOST + 2 * MOST + 2] = {0};
@@ -342,7 +340,7 @@ static void mix(const Shelf *shelf, Range r, const float *w, int64_t at, int64_t
     switch (shelf->rank) { CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
 #undef CASE
     if (r.line == 1) return;
-    memset(mixed, 0, n * sizeof *mixed);
+    memset(mixed, 0, (size_t)n * sizeof *mixed);
     for (int64_t k = 0; k < count; k++) mixed[where[k]] = sums[k];
 }
 
