@@ -29,7 +29,7 @@ from tests.fused.checks_groups import (  # noqa: F401
     test_groups_of_a_convolution_with_channels_last,
     test_options_by_group,
 )
-from tests.fused.networks import DECAYS, MOMENTA, network, one_pass
+from tests.fused.networks import DECAYS, MOMENTA, convolutions, images, network, one_pass, trained
 from tests.toys import assert_identical, values
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
