@@ -36,7 +36,7 @@ class Mark(NamedTuple):
             return False
         if whole_step.undisturbed():
             return True
-        if self.prints is None or not whole_step.may_look(t):
+        if self.prints is None or not whole_step.may_look(t) or not t.is_contiguous():
             return False
         return all(map(torch.equal, _prints(t), self.prints))  # what is not a number equals nothing, not even itself
 

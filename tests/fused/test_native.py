@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -31,7 +34,7 @@ from tests.fused.checks_groups import (  # noqa: F401
 )
 from tests.fused.networks import DECAYS, MOMENTA, convolutions, images, network, one_pass, trained
 from tests.toys import assert_identical, values
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ocnopt import OCNOpt
@@ -251,3 +254,115 @@ def test_second_moments_that_are_no_numbers(rank: int) -> None:
         found.append([torch.isnan(p) for p in values(model)])
     assert any(p.any() for p in found[1])
     assert_identical(*found)
+
+
+class Projected(nn.Module):
+    """Its parameters are somewhere else after each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(5, 300), nn.Linear(300, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for p in self.parameters():
+            p.data = p.data.clamp(-0.02, 0.02)
+        return self.two(torch.tanh(self.one(x)))
+
+
+@pytest.mark.parametrize("options", [{}, {"rank": 3}, {"curvature": "identity"}], ids=str)
+def test_parameters_that_are_somewhere_else_in_the_second_pass(options: dict[str, Any]) -> None:
+    """Without momentum, which plain operations take off before that."""
+    found = []
+    for fused in (False, None):
+        torch.manual_seed(0)
+        model = Projected()
+        opt = OCNOpt(
+            model.parameters(), model=model, feedback="nonlinear", fused=fused, eps=1e-2, momentum=0.0, **options
+        )
+        for i in range(3):
+            one_pass(model, i)
+            opt.step()
+        found.append(values(model))
+    torch.testing.assert_close(found[1], found[0], rtol=2e-5, atol=2e-6)
+
+
+def test_state_of_parameters_that_are_somewhere_else_in_the_second_pass() -> None:
+    model = Projected()
+    opt = OCNOpt(model.parameters(), model=model, feedback="nonlinear")
+    for i in range(3):
+        one_pass(model, i)
+        before = [own["second_moment"].clone() for own in opt.state.values()]
+        opt.step()
+    assert all((own["second_moment"] != v).any() for own, v in zip(opt.state.values(), before, strict=True))
+
+
+def test_parameters_that_are_laid_out_anew_in_the_second_pass() -> None:
+    model = Projected()
+    opt = OCNOpt(model.parameters(), model=model, feedback="nonlinear")
+    one_pass(model, 0)
+    model.forward = lambda x: (_turn(model.one.weight), Projected.forward(model, x))[1]
+    before = values(model)
+    with pytest.raises(RuntimeError, match=r"^'one.weight' was laid out anew while the model ran a second time"):
+        opt.step()
+    assert_identical([t.clamp(-0.02, 0.02) for t in before], [t.clamp(-0.02, 0.02) for t in values(model)])
+
+
+def _turn(p: nn.Parameter) -> None:
+    p.data = p.data.t().contiguous().t()
+
+
+def test_parameters_that_are_laid_out_anew_in_their_place() -> None:
+    found = []
+    for fused in (None, False):
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.randn(3, 3))
+        opt = OCNOpt([p], fused=fused)
+        for _ in range(2):
+            p.grad = torch.randn(3, 3)
+            opt.step()
+            p.data = p.data.t()
+        found.append(p.detach())
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("curvature", ["identity", "adaptive"])
+def test_parameters_that_are_infinite(curvature: str, rank: int) -> None:
+    """A bias before a softmax, say."""
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        model.bias[1] = -torch.inf
+    opt = OCNOpt(model.parameters(), model=model, rank=rank, curvature=curvature, fused=True)
+    for _ in range(2):
+        opt.zero_grad()
+        model(torch.randn(4, 3)).softmax(1)[:, 0].sum().add(model.weight.square().sum()).backward()
+        opt.step()
+    assert model.bias[1] == -torch.inf
+    assert all(torch.isfinite(t).all() for own in opt.state.values() for t in own.values())
+
+
+def test_gradients_that_take_no_memory() -> None:
+    p = nn.Parameter(torch.ones(2))
+    p.grad = torch._efficientzerotensor((2,))
+    OCNOpt([p]).step()
+    assert_identical(p, torch.ones(2))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nobody forks here")
+def test_a_forked_process_makes_steps_of_few_numbers() -> None:
+    """In which no other thread can be had."""
+    code = """
+import os, torch
+from torch import Tensor, nn
+from ocnopt import OCNOpt
+torch.set_num_threads(2)
+model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+opt = OCNOpt(model.parameters(), fused=True)
+model(torch.randn(6, 4)).square().mean().backward()
+opt.step()
+child = os.fork()
+opt.step()
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -15,6 +15,7 @@ from ocnopt.actor import Actor, Answer, Products, have_moved
 from ocnopt.curvature import Adaptive
 from ocnopt.fused.tables import Layout, Table
 from ocnopt.gradients import Columns
+from ocnopt.shelves import Shelf
 
 
 @dataclass
@@ -95,13 +96,29 @@ class FusedActor(Actor):
         return self.has_decay or whole_step.underway()
 
     def steer(self, seats: Sequence[int], answer: Answer) -> None:
+        selected = self.shelf.select(seats)
+        if selected is not None:
+            self._find(selected[0], selected[1])
         for first, count in self.shelf.chunks(seats):
             self._act(answer, first, count, move=True, carry=self._carries)
 
     def settle(self) -> None:
         if not self._carries and (self.group["momentum"] or self._adaptive):
+            self._find(self.shelf, range(len(self.params)))
             self._act(None, 0, self.layout.total, move=False, carry=True)
         have_moved(self.shelf.parts(self.params))
+
+    def _find(self, shelf: Shelf, index: Sequence[int]) -> None:
+        """These parameters: in a second pass a model may have put them somewhere else."""
+        if self.layout.still_there(index, shelf.parts(shelf.params)):
+            return
+        table = self._table(self.grads)
+        if table is None:
+            raise RuntimeError(f"{shelf.players[0].name!r} was laid out anew while the model ran a second time")
+        self._place(table)
+
+    def _place(self, table: Table) -> None:
+        self.table = table
 
     @cached_property
     def _adaptive(self) -> bool:

@@ -117,7 +117,7 @@ class Layout:
         state is not of float32.
         """
         addresses = [[*map(Tensor.data_ptr, column or ())] for column in others]
-        if self._others is None or self._others[0] != addresses:
+        if self._others is None or self._others[0] != addresses or self._others[2] != _order(others[0] or ()):
             rows = [row or [0] * self.width for row in addresses]
             aligned = not any(address % 16 for row in rows for address in row)
             self._others = addresses, sent(rows, self.device), self._order(*others), aligned
@@ -133,6 +133,11 @@ class Layout:
             self._of_graphs.make_room(mine)
         whole_step.keep(self.chunks, self.firsts, self._decays, theirs)
         return None if found is None else Table(found, theirs, aligned)
+
+    def still_there(self, index: Sequence[int], params: Sequence[Tensor]) -> bool:
+        """Are these parameters where the last table says?"""
+        assert self._others is not None
+        return all(self._others[0][0][i] == p.data_ptr() for i, p in zip(index, params, strict=True))
 
     def columns(self, columns: Sequence[Tensor]) -> tuple[Tensor, bool] | None:
         """The addresses of group gradients, ``[r, *shape]``, that are one after another, each in the order of its

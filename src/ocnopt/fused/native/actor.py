@@ -12,6 +12,7 @@ from ocnopt.actor import Answer
 from ocnopt.fused.actor import FusedActor
 from ocnopt.fused.native.binding import Act, Shelf, is_plain, kernels
 from ocnopt.fused.native.columns import Lines, in_order, lines_of
+from ocnopt.fused.tables import Table
 
 #: numbers of a parameter that one thread looks at before it takes the next ones
 CHUNK = 2**14
@@ -49,7 +50,7 @@ class NativeActor(FusedActor):
             self.columns = in_order(self.columns, params)
             self.groups = torch.tensor([*map(Tensor.data_ptr, self.columns.tensors)], device="cpu")
         self.lines, layout = lines_of(params, self.columns), self.layout
-        self.described = self._describe()
+        self._place(self.table)
         into = partials.data_ptr(), self.rows.data_ptr(), layout.width
         return bool(kernels().ocnopt_look(self.described, layout.total, self.momentum_cost, *into))
 
@@ -72,13 +73,16 @@ class NativeActor(FusedActor):
         )
         kernels().ocnopt_act(self.described, act, first, count)
 
-    def _describe(self) -> Shelf:
+    def _place(self, table: Table) -> None:
+        self.table, self.described = table, self._describe(table)
+
+    def _describe(self, table: Table) -> Shelf:
         layout, group, keep = self.layout, self.group, self.group["decay"]
         self.gammas = layout.decays(self.decays)
-        thetas, momenta, moments = (row.data_ptr() for row in self.table.others)
+        thetas, momenta, moments = (row.data_ptr() for row in table.others)
         return Shelf(
             chunks=layout.chunks.data_ptr(),
-            grads=self.table.grads.data_ptr(),
+            grads=table.grads.data_ptr(),
             thetas=thetas,
             momenta=momenta if group["momentum"] else None,
             moments=moments if self._adaptive else None,

@@ -75,4 +75,4 @@ def kernels() -> CDLL:
 def is_plain(t: Tensor) -> bool:
     """Are its numbers, as the kernels read them, where it says? Those of a fake tensor, say, are nowhere."""
     own = type(t).__torch_dispatch__ is Tensor.__torch_dispatch__
-    return t.dtype == torch.float32 and own and not t.is_neg()
+    return t.dtype == torch.float32 and own and not t.is_neg() and not t._is_zerotensor()

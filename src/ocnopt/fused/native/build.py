@@ -17,7 +17,16 @@ from tempfile import TemporaryDirectory
 SOURCE = Path(__file__).with_name("kernels.c")
 
 #: NaN and infinity are what they always are
-FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-std=c11", "-shared", "-fPIC")
+FLAGS = (
+    "-O3",
+    "-fno-unswitch-loops",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp",
+    "-std=c11",
+    "-shared",
+    "-fPIC",
+)
 
 #: for the processor at hand, where a compiler knows how
 NATIVE = "-march=native"

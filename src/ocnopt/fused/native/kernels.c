@@ -8,8 +8,9 @@
 #include <string.h>
 
 enum {
-    BLOCK = 512, /* numbers that stay next to a core; they are added up in few digits, and blocks in many */
-    MOST = 8     /* groups of samples */
+    BLOCK = 512,    /* numbers that stay next to a core; they are added up in few digits, and blocks in many */
+    MOST = 8,       /* groups of samples */
+    FEW = 1 << 15   /* numbers that are not worth another thread (nor can a process have any that was forked) */
 };
 
 typedef struct {
@@ -62,6 +63,18 @@ static Range range_of(const Shelf *shelf, int64_t i) {
                    shelf->coupled ? gamma : 0, shelf->decoupled ? gamma : 0};
 }
 
+static int threads_for(const Shelf *shelf, int64_t first, int64_t count) {
+    int64_t numbers = 0;
+    for (int64_t i = first; i < first + count; i++) {
+        const int64_t *row = shelf->chunks + 3 * i;
+        numbers += least(row[2] - row[1] * shelf->chunk, shelf->chunk);
+    }
+    return numbers > FEW ? (int)shelf->threads : 1;
+}
+
+/* γθ. Where there is no γ, θ need be no number. */
+static inline float decayed(float gamma, float theta) { return gamma != 0 ? gamma * theta : 0; }
+
 /* Is compiled for each combination of the constants that it is called with. */
 #define SPECIALISED static inline __attribute__((always_inline)) void
 
@@ -90,11 +103,11 @@ SPECIALISED look_at(const Shelf *all, float cost, Range r, double *sums, int mom
 #pragma omp simd reduction(+ : K, u, free, squares)
         for (int64_t k = start; k < end; k++) {
             float g = shelf.sign * g_at[k], theta = decay ? theta_at[k] : 0;
-            float linear = (momentum ? cost * m_at[k] : 0) + r.coupled * theta;
-            float C_g = adaptive ? g / diagonal(&shelf, moment(&shelf, v_at[k], g + shared * theta)) : g;
+            float linear = (momentum ? cost * m_at[k] : 0) + decayed(r.coupled, theta);
+            float C_g = adaptive ? g / diagonal(&shelf, moment(&shelf, v_at[k], g + decayed(shared, theta))) : g;
             K += g * C_g;
             u += linear * C_g;
-            free += r.decoupled * theta * g;
+            free += decayed(r.decoupled, theta) * g;
             squares += g * g;
         }
         sums[0] += K, sums[1] += u, sums[2] += free, sums[3] += squares;
@@ -137,9 +150,9 @@ SPECIALISED read_block(const Shelf *all, float cost, Range r, int64_t at, const 
         int64_t from = in_lines ? where[k] : k;
         float g = shelf.sign * g_at[from], theta = decay ? theta_at[from] : 0;
         block->g[k] = g;
-        block->rows[0][k] = (momentum ? cost * m_at[from] : 0) + r.coupled * theta;
-        block->free[k] = r.decoupled * theta;
-        if (adaptive) block->inverse[k] = 1 / diagonal(&shelf, moment(&shelf, v_at[from], g + shared * theta));
+        block->rows[0][k] = (momentum ? cost * m_at[from] : 0) + decayed(r.coupled, theta);
+        block->free[k] = decayed(r.decoupled, theta);
+        if (adaptive) block->inverse[k] = 1 / diagonal(&shelf, moment(&shelf, v_at[from], g + decayed(shared, theta)));
     }
 }
 
@@ -272,7 +285,8 @@ static void look_by_group(const Shelf *shelf, float cost, Range r, double *sums)
    partials: [chunks, width + 1]. Returns how many gradients are not zero where columns have nothing. */
 int64_t ocnopt_look(const Shelf *shelf, int64_t total, float cost, double *partials, float *rows, int64_t parameters) {
     int64_t rank = shelf->rank, width = rank * rank + 2 * rank + 1, strays = 0;
-#pragma omp parallel for schedule(static) num_threads(shelf->threads) if (total > 1)
+    int threads = threads_for(shelf, 0, total);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t i = 0; i < total; i++) {
         Range r = range_of(shelf, i);
         if (shelf->columns) look_by_group(shelf, cost, r, partials + i * (width + 1));
@@ -305,14 +319,14 @@ SPECIALISED step(const Shelf *all, const Act *how, Range r, int64_t at, int64_t 
 #pragma omp simd
     for (int64_t k = 0; k < n; k++) {
         float g = shelf.sign * g_at[k], theta = move ? theta_at[k] : 0;
-        float direction = act.players * (w * g + (mixed ? mixed[k] : 0)) + r.coupled * theta;
+        float direction = act.players * (w * g + (mixed ? mixed[k] : 0)) + decayed(r.coupled, theta);
         if (momentum) {
             float m = act.mu * m_at[k] + act.intake * direction;
             if (carry) m_at[k] = m;
             direction = of_direction * direction + of_m * m;
         }
         if (adaptive) {
-            float v = moment(&shelf, v_at[k], g + shared * theta);
+            float v = moment(&shelf, v_at[k], g + decayed(shared, theta));
             if (carry) v_at[k] = v;
             if (move) direction /= diagonal(&shelf, v);
         }
@@ -370,8 +384,9 @@ SPECIALISED act_on(const Shelf *shelf, const Act *act, Range r, int momentum, in
    the linear cost. */
 void ocnopt_act(const Shelf *shelf, const Act *act, int64_t first, int64_t count) {
     int kind = (shelf->momenta ? 1 : 0) | (shelf->moments ? 2 : 0) | (act->move ? 4 : 0) | (act->carry ? 8 : 0);
+    int threads = threads_for(shelf, first, count);
 #define CASE(n) case n: act_on(shelf, act, range_of(shelf, i), n & 1, n & 2, n & 4, n & 8); break;
-#pragma omp parallel for schedule(static) num_threads(shelf->threads) if (count > 1)
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t i = first; i < first + count; i++)
         switch (kind) {
             CASE(4) CASE(5) CASE(6) CASE(7) CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14) CASE(15)
