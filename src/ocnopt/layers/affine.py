@@ -112,7 +112,7 @@ class Affine(Adapter):
         return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
 
     def prefers_gram(self, call: Call, rank: int) -> bool:
-        return outer.gram_is_cheaper(call.batch, *self.sizes(call), rank)
+        return outer.gram_is_cheaper(call.batch, *self.sizes(call), rank, outer.traffic(call.h))
 
     def kronecker_names(self, module: nn.Module) -> tuple[str, ...]:
         names = self.parameters(module)

@@ -91,7 +91,7 @@ class AttentionAdapter(Recompute):
     def prefers_gram(self, call: Call, rank: int) -> bool:
         module = _attention(call.module)
         width, positions = module.embed_dim, max(v.shape[1] for v in _inputs(call))
-        cheaper = outer.gram_is_cheaper(call.batch, positions, width, width, rank)
+        cheaper = outer.gram_is_cheaper(call.batch, positions, width, width, rank, outer.traffic(call.h))
         return cheaper and _is_projections(module)
 
     def refusal(self, module: nn.Module) -> str | None:

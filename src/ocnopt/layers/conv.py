@@ -114,7 +114,8 @@ class Conv(Affine):
 
     def prefers_gram(self, call: Call, rank: int) -> bool:
         sizes = call.batch, *self.sizes(call)
-        return outer.gram_is_cheaper(*sizes, rank, min(outer.pair_cost(*sizes), self._cost_by_pixels(call)))
+        pairs = min(outer.pair_cost(*sizes), self._cost_by_pixels(call))
+        return outer.gram_is_cheaper(*sizes, rank, outer.traffic(call.h), pairs)
 
     def _cost_by_pixels(self, call: Call) -> float:
         """Of the products of pairs of samples, by those of their pixels."""

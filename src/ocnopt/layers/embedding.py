@@ -48,8 +48,9 @@ class EmbeddingAdapter(Adapter):
         # Per feature of the embedding; see outer.gram_is_cheaper.
         shared, vocabulary = math.prod(call.h.shape[1:-1]), _embedding(call).num_embeddings
         by_pairs = (call.batch * shared) ** 2
-        by_gradients = vocabulary * call.batch * (call.batch + outer.TRAFFIC)
-        return rank > 1 and min(by_pairs, by_gradients) < vocabulary * rank * (rank + outer.TRAFFIC)
+        traffic = outer.traffic(call.h)
+        by_gradients = vocabulary * call.batch * (call.batch + traffic)
+        return rank > 1 and min(by_pairs, by_gradients) < vocabulary * rank * (rank + traffic)
 
     def refusal(self, module: nn.Module) -> str | None:
         assert isinstance(module, nn.Embedding)

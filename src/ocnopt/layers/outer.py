@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ocnopt.fused.native import binding as native
 from ocnopt.groups import Groups
 from ocnopt.layers.base import Call, compute_dtype
 
@@ -20,14 +21,20 @@ PIECE = 2**24
 CACHED = 2**20
 
 # An element of an explicit gradient is written and read a few times, which takes as long as this many of the
-# multiplications of a matrix product (measured on a CPU core: whole steps, Linear, width 64 to 1024, r = 2 to 64).
-TRAFFIC = 48
+# multiplications of a matrix product (measured on a CPU core: whole steps, Linear, width 64 to 1024, r = 2 to 64); and
+# where kernels do that (two cores, width 64 to 2048, batch 32 to 512, r = 2 and 8).
+TRAFFIC, BY_KERNELS = 48, 30
 
 
 def operands(call: Call) -> tuple[Tensor, Tensor]:
     """Input and output adjoint of a call, both in the dtype to compute in."""
     dtype = compute_dtype(torch.promote_types(call.x.dtype, call.h.dtype))
     return call.x.to(dtype), call.h.to(dtype)
+
+
+def traffic(t: Tensor) -> int:
+    """What an element costs of gradients that are split as this adjoint is."""
+    return BY_KERNELS if t.device.type == "cpu" and native.why_not(t.dtype) is None else TRAFFIC
 
 
 def piece_of(device: torch.device) -> int:
@@ -101,7 +108,9 @@ def pair_cost(batch: int, shared: int, a: int, c: int) -> int:
     return (batch * shared) ** 2 * (a + c)
 
 
-def gram_is_cheaper(batch: int, shared: int, a: int, c: int, rank: int, pairs: float | None = None) -> bool:
+def gram_is_cheaper(
+    batch: int, shared: int, a: int, c: int, rank: int, traffic: int, pairs: float | None = None
+) -> bool:
     """Whether the Gram form costs less than the kernel of ``rank`` explicit gradients.
 
     These cost one weight gradient to form; without them it takes about three to sum the samples, to weight
@@ -109,5 +118,5 @@ def gram_is_cheaper(batch: int, shared: int, a: int, c: int, rank: int, pairs: f
     ``pairs``: what the products of pairs of samples cost.
     """
     positions, pairs = batch * shared, pair_cost(batch, shared, a, c) if pairs is None else pairs
-    by_gram = pairs + positions * TRAFFIC * (a + c) + 2 * positions * a * c
-    return rank > 1 and by_gram < a * c * rank * (rank + TRAFFIC)
+    by_gram = pairs + positions * traffic * (a + c) + 2 * positions * a * c
+    return rank > 1 and by_gram < a * c * rank * (rank + traffic)
