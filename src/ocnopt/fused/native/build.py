@@ -22,6 +22,7 @@ FLAGS = (
     "-fno-unswitch-loops",
     "-fno-math-errno",
     "-fno-trapping-math",
+    "-ffp-contract=fast",
     "-fopenmp",
     "-std=c11",
     "-shared",

@@ -19,8 +19,8 @@ from ocnopt.fused.tables import laid_out
 from ocnopt.gradients import Columns
 from ocnopt.layers.base import spread
 
-#: of longer ones (``BLOCK`` of kernels.c) all of a gradient is laid out
-LONGEST = 512
+#: as that of kernels.c: of longer lines all of a gradient is laid out
+BLOCK = 512
 
 #: what there is of each dimension, and how much of it has a gradient
 Dimensions = tuple[tuple[int, range], ...]
@@ -28,7 +28,7 @@ Dimensions = tuple[tuple[int, range], ...]
 
 class Lines(NamedTuple):
     table: Tensor  # [parameters, 3]: numbers in a line, how many of them columns have, and where `places` tells which
-    places: Tensor
+    places: Tensor  # in as many lines as fit a block
 
 
 def lines_of(params: Sequence[Tensor], columns: Columns | None) -> Lines:
@@ -41,7 +41,7 @@ def in_order(columns: Columns, params: Sequence[Tensor]) -> Columns:
     tensors, parts = list[Tensor](), {}
     for i, (G, p) in enumerate(zip(columns.tensors, params, strict=True)):
         part = columns.parts.get(i, ())
-        if part and p.is_contiguous() and _length(_dimensions(p, part)) <= LONGEST:
+        if part and p.is_contiguous() and _length(_dimensions(p, part)) <= BLOCK:
             parts[i] = part
             tensors.append(G.contiguous())
         else:
@@ -64,11 +64,11 @@ def _length(dimensions: Dimensions) -> int:
 def _lines(parameters: tuple[Dimensions, ...]) -> Lines:
     rows, places, known = [], list[int](), dict[Dimensions, int]()
     for dimensions in parameters:
-        here = list(_places(dimensions))
+        line, here = _length(dimensions), list(_places(dimensions))
         if dimensions not in known:
             known[dimensions] = len(places)
-            places += here
-        rows.append((_length(dimensions), len(here), known[dimensions]))
+            places += [i * line + place for i in range(BLOCK // len(here)) for place in here]
+        rows.append((line, len(here), known[dimensions]))
     return Lines(torch.tensor(rows, device="cpu"), torch.tensor(places, dtype=torch.int32, device="cpu"))
 
 

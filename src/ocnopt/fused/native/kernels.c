@@ -9,6 +9,7 @@
 
 enum {
     BLOCK = 512,    /* numbers that stay next to a core; they are added up in few digits, and blocks in many */
+    WIDE = 4096,    /* of whole lines of them; none is longer than a block */
     MOST = 8,       /* groups of samples */
     FEW = 1 << 15   /* numbers that are not worth another thread (nor can a process have any that was forked) */
 };
@@ -19,9 +20,9 @@ typedef struct {
     float *const *thetas;        /* [parameters] */
     float *const *momenta;       /* [parameters]; null without momentum */
     float *const *moments;       /* [parameters]; null with the identity for a metric */
-    const float *const *columns; /* [parameters]: a gradient for each group, one after another; null if all are one */
+    float *const *columns;       /* [parameters]: a gradient for each group, one after another; null if all are one */
     const int64_t *lines;        /* [parameters, 3]: numbers in a line; those that columns have, and where they are */
-    const int32_t *places;       /* in their line, of the numbers that columns have: all others are zero */
+    const int32_t *places;       /* of the numbers that columns have, in as many lines as fit a block: all others are zero */
     const float *fractions;      /* [groups]: ν */
     const float *decays;         /* [parameters]: γ */
     int64_t coupled, decoupled;  /* is γθ a part of the linear cost? Is it taken off beside the policy? */
@@ -124,22 +125,28 @@ static void look_at_all(const Shelf *shelf, float cost, Range r, double *sums) {
 #undef CASE
 }
 
-/* Where in their lines the first numbers of a block are that columns have. */
-static void locate(Range r, int32_t *where) {
-    for (int64_t k = 0; k < BLOCK; k++) where[k] = (int32_t)(k / r.kept * r.line + r.places[k % r.kept]);
-}
-
+/* As wide as the registers of the processor are. */
+#if defined(__AVX512F__)
 typedef float Vector __attribute__((vector_size(64)));
-enum { LANES = sizeof(Vector) / sizeof(float) };
+#elif defined(__AVX__)
+typedef float Vector __attribute__((vector_size(32)));
+#else
+typedef float Vector __attribute__((vector_size(16)));
+#endif
+enum {
+    LANES = sizeof(Vector) / sizeof(float),
+    SIDE = 3,                                        /* of a tile of products, all of which stay in registers */
+    ROWS = (1 + MOST + SIDE - 1) / SIDE * SIDE
+};
 
-/* Of what columns have: g, γθ of a decoupled decay and 1 / C; ℓ and G; what G have beyond their sum, or C^{-1} G of one
-   of them. What is multiplied by vectors is followed by zeros up to a whole one. */
+/* Of what columns have: g, γθ of a decoupled decay and 1 / C; ℓ, G and zeros up to a whole tile. What is multiplied by
+   vectors is followed by zeros up to a whole one. */
 typedef struct {
-    float g[BLOCK], free[BLOCK], inverse[BLOCK], rows[1 + MOST][BLOCK], other[BLOCK];
+    float g[BLOCK], free[BLOCK], inverse[BLOCK], rows[ROWS][BLOCK];
 } Block;
 
-SPECIALISED read_block(const Shelf *all, float cost, Range r, int64_t at, const int32_t *where, int64_t n, Block *block,
-                       int momentum, int adaptive, int decay, int in_lines) {
+SPECIALISED read_block(const Shelf *all, float cost, Range r, int64_t at, int64_t n, Block *block, int momentum,
+                       int adaptive, int decay, int in_lines) {
     const Shelf shelf = *all;
     const float *restrict g_at = shelf.grads[r.which] + at, *restrict theta_at = shelf.thetas[r.which] + at;
     const float *restrict m_at = momentum ? shelf.momenta[r.which] + at : 0;
@@ -147,7 +154,7 @@ SPECIALISED read_block(const Shelf *all, float cost, Range r, int64_t at, const 
     float shared = shelf.share * r.coupled;
 #pragma omp simd
     for (int64_t k = 0; k < n; k++) {
-        int64_t from = in_lines ? where[k] : k;
+        int64_t from = in_lines ? r.places[k] : k;
         float g = shelf.sign * g_at[from], theta = decay ? theta_at[from] : 0;
         block->g[k] = g;
         block->rows[0][k] = (momentum ? cost * m_at[from] : 0) + decayed(r.coupled, theta);
@@ -156,13 +163,13 @@ SPECIALISED read_block(const Shelf *all, float cost, Range r, int64_t at, const 
     }
 }
 
-static void read_numbers(const Shelf *shelf, float cost, Range r, int64_t at, const int32_t *where, int64_t n,
-                         Block *block) {
+static void read_numbers(const Shelf *shelf, float cost, Range r, int64_t at, int64_t n, Block *block) {
 #define CASE(k)                                                                                                        \
-    case k: read_block(shelf, cost, r, at, where, n, block, k & 1, k & 2, k & 4, 0); break;                            \
-    case k + 8: read_block(shelf, cost, r, at, where, n, block, k & 1, k & 2, k & 4, 1); break;
+    case k: read_block(shelf, cost, r, at, n, block, k & 1, k & 2, k & 4, 0); break;                                   \
+    case k + 8: read_block(shelf, cost, r, at, n, block, k & 1, k & 2, k & 4, 1); break;
     switch (kind_of(shelf) | (r.line > 1 ? 8 : 0)) { CASE(0) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) }
 #undef CASE
+    for (int64_t k = n; k % LANES; k++) block->rows[0][k] = block->inverse[k] = 0;
 }
 
 static float dot(const float *restrict x, const float *restrict y, int64_t n) {
@@ -172,10 +179,12 @@ static float dot(const float *restrict x, const float *restrict y, int64_t n) {
     return sum;
 }
 
-static float sum_of(Vector v) {
-    float sum = 0;
-    for (int64_t lane = 0; lane < LANES; lane++) sum += v[lane];
-    return sum;
+static inline float sum_of(Vector v) {
+    float x[LANES];
+    memcpy(x, &v, sizeof x);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int lane = 0; lane < half; lane++) x[lane] += x[lane + half];
+    return x[0];
 }
 
 /* Zeros after the end. */
@@ -191,15 +200,15 @@ static inline __attribute__((always_inline)) Vector loaded(const float *x, int64
 SPECIALISED read_columns(const Shelf *shelf, Range r, int64_t at, int64_t n, Block *block, double *squares, int rank) {
     const float *found = shelf->columns[r.which] + at;
     int64_t numbers = r.size / r.line * r.kept;
-    Vector sum = {0};
+    Vector sums[1 + MOST] = {0};
     for (int64_t k = 0; k < n; k += LANES) {
         Vector g = loaded(block->g + k, n - k), rest = g, G[MOST];
-        sum += g * g;
+        sums[rank] += g * g;
 #pragma GCC unroll 8
         for (int i = 0; i < rank; i++) {
             G[i] = shelf->sign * loaded(found + i * numbers + k, n - k);
             rest -= G[i];
-            sum += G[i] * G[i];
+            sums[i] += G[i] * G[i];
         }
 #pragma GCC unroll 8
         for (int i = 0; i < rank; i++) {
@@ -207,7 +216,8 @@ SPECIALISED read_columns(const Shelf *shelf, Range r, int64_t at, int64_t n, Blo
             memcpy(block->rows[1 + i] + k, &G[i], sizeof G[i]);
         }
     }
-    *squares += sum_of(sum);
+#pragma GCC unroll 9
+    for (int i = 0; i <= rank; i++) *squares += sum_of(sums[i]);
 }
 
 static void read_groups(const Shelf *shelf, Range r, int64_t at, int64_t n, Block *block, double *squares) {
@@ -216,34 +226,39 @@ static void read_groups(const Shelf *shelf, Range r, int64_t at, int64_t n, Bloc
 #undef CASE
 }
 
-/* products[i] += x^T rows[i], all in one pass. */
-SPECIALISED dots(const float *x, float (*rows)[BLOCK], int64_t n, double *products, int count) {
-    Vector sums[1 + MOST] = {0}, here, there;
+/* products[i][j] += x_i^T C^{-1} y_j of a tile. */
+SPECIALISED tile(float (*x)[BLOCK], float (*y)[BLOCK], const float *inverse, int64_t n, double (*products)[ROWS],
+                 int adaptive) {
+    Vector sums[SIDE][SIDE] = {0}, here[SIDE], there[SIDE], scale;
     for (int64_t k = 0; k < n; k += LANES) {
-        memcpy(&here, x + k, sizeof here);
-#pragma GCC unroll 16
-        for (int i = 0; i < count; i++) {
-            memcpy(&there, rows[i] + k, sizeof there);
-            sums[i] += here * there;
+        if (adaptive) memcpy(&scale, inverse + k, sizeof scale);
+#pragma GCC unroll 3
+        for (int i = 0; i < SIDE; i++) {
+            memcpy(&here[i], x[i] + k, sizeof here[i]);
+            memcpy(&there[i], y[i] + k, sizeof there[i]);
+            if (adaptive) there[i] *= scale;
         }
+#pragma GCC unroll 3
+        for (int i = 0; i < SIDE; i++)
+#pragma GCC unroll 3
+            for (int j = 0; j < SIDE; j++) sums[i][j] += here[i] * there[j];
     }
-    for (int i = 0; i < count; i++) products[i] += sum_of(sums[i]);
+    for (int i = 0; i < SIDE; i++)
+        for (int j = 0; j < SIDE; j++) products[i][j] += sum_of(sums[i][j]);
 }
 
-static void some_dots(const float *x, float (*rows)[BLOCK], int64_t n, double *products, int64_t count) {
-#define CASE(k) case k: dots(x, rows, n, products, k); break;
-    switch (count) { CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) }
-#undef CASE
+static void tile_plain(float (*x)[BLOCK], float (*y)[BLOCK], const float *inverse, int64_t n, double (*products)[ROWS]) {
+    tile(x, y, inverse, n, products, 0);
 }
 
-/* Zeros up to a whole vector: what is multiplied by zeros must be numbers, too. */
-static void fill_up(float *x, int64_t n) {
-    for (int64_t k = n; k % LANES; k++) x[k] = 0;
+static void tile_adaptive(float (*x)[BLOCK], float (*y)[BLOCK], const float *inverse, int64_t n,
+                          double (*products)[ROWS]) {
+    tile(x, y, inverse, n, products, 1);
 }
 
 /* How many are not zero. */
-static int64_t count(const float *x, int64_t n) {
-    int64_t found = 0;
+static int32_t count(const float *x, int64_t n) {
+    int32_t found = 0;
 #pragma omp simd reduction(+ : found)
     for (int64_t k = 0; k < n; k++) found += x[k] != 0;
     return found;
@@ -253,31 +268,26 @@ static int64_t count(const float *x, int64_t n) {
    columns have nothing. */
 static void look_by_group(const Shelf *shelf, float cost, Range r, double *sums) {
     int64_t rank = shelf->rank, end = r.end / r.line * r.kept, step = BLOCK / r.kept * r.kept;
-    double *u = sums + rank * rank, *free = u + rank, *squares = free + rank, *strays = squares + 1;
-    int32_t where[BLOCK];
+    double products[ROWS][ROWS] = {{0}}, *u = sums + rank * rank, *free = u + rank, *squares = free + rank;
+    double *strays = squares + 1;
     Block block;
-    for (double *sum = sums; sum <= strays; sum++) *sum = 0;
-    if (r.line > 1) locate(r, where);
+    for (double *sum = free; sum <= strays; sum++) *sum = 0;
+    memset(block.rows[1 + rank], 0, (size_t)(ROWS - 1 - rank) * sizeof *block.rows);
     for (int64_t at = r.start / r.line * r.kept; at < end; at += step) {
         int64_t n = least(step, end - at), from = at / r.kept * r.line;
         if (r.line > 1) *strays += (double)count(shelf->grads[r.which] + from, n / r.kept * r.line);
-        read_numbers(shelf, cost, r, from, where, n, &block);
+        read_numbers(shelf, cost, r, from, n, &block);
         if (r.line > 1) *strays -= (double)count(block.g, n);
         read_groups(shelf, r, at, n, &block, squares);
-        fill_up(block.rows[0], n);
-        for (int64_t j = 0; j < rank; j++) {
-            double products[1 + MOST] = {0};
-            float *restrict solved = block.other, *G = block.rows[1 + j];
-            if (shelf->decoupled) free[j] += dot(block.free, G, n);
-            if (shelf->moments) {
-#pragma omp simd
-                for (int64_t k = 0; k < n; k++) solved[k] = G[k] * block.inverse[k];
-                fill_up(solved, n);
-            }
-            some_dots(shelf->moments ? solved : G, block.rows, n, products, 2 + j);
-            u[j] += products[0];
-            for (int64_t i = 0; i <= j; i++) sums[j * rank + i] += products[1 + i];
-        }
+        for (int64_t i = 0; i <= rank; i += SIDE)
+            for (int64_t j = 0; j <= i; j += SIDE)
+                (shelf->moments ? tile_adaptive : tile_plain)(block.rows + i, block.rows + j, block.inverse, n,
+                                                              (double(*)[ROWS])&products[i][j]);
+        for (int64_t j = 0; shelf->decoupled && j < rank; j++) free[j] += dot(block.free, block.rows[1 + j], n);
+    }
+    for (int64_t i = 0; i < rank; i++) {
+        u[i] = products[1 + i][0];
+        for (int64_t j = 0; j <= i; j++) sums[i * rank + j] = products[1 + i][1 + j];
     }
 }
 
@@ -334,8 +344,7 @@ SPECIALISED step(const Shelf *all, const Act *how, Range r, int64_t at, int64_t 
     }
 }
 
-SPECIALISED mix_some(const float *restrict G, int64_t numbers, const float *w, int64_t n, float *restrict mixed,
-                     int rank) {
+SPECIALISED mix_some(const float *G, int64_t numbers, const float *w, int64_t n, float *restrict mixed, int rank) {
 #pragma omp simd
     for (int64_t k = 0; k < n; k++) {
         float sum = 0;
@@ -344,24 +353,26 @@ SPECIALISED mix_some(const float *restrict G, int64_t numbers, const float *w, i
     }
 }
 
-/* Σ w G of a block, a number for each that the parameter has. */
-static void mix(const Shelf *shelf, Range r, const float *w, int64_t at, int64_t n, const int32_t *where,
-                float *restrict mixed) {
-    const float *G = shelf->columns[r.which] + at / r.line * r.kept;
+/* Σ w G of some lines, a number for each that the parameter has. When they act again, they find it in the place of the
+   first column. */
+static void mix(const Shelf *shelf, const Act *act, Range r, const float *w, int64_t at, int64_t n, float *mixed) {
+    float *G = shelf->columns[r.which] + at / r.line * r.kept, sums[BLOCK], *into = r.line > 1 ? sums : mixed;
     int64_t numbers = r.size / r.line * r.kept, count = n / r.line * r.kept;
-    float sums[BLOCK], *into = r.line > 1 ? sums : mixed;
 #define CASE(k) case k: mix_some(G, numbers, w, count, into, k); break;
-    switch (shelf->rank) { CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
+    switch (act->again ? 0 : shelf->rank) {
+        case 0: memcpy(into, G, (size_t)count * sizeof *G); break;
+        CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+    }
 #undef CASE
+    if (!act->carry) memcpy(G, into, (size_t)count * sizeof *G);
     if (r.line == 1) return;
     memset(mixed, 0, (size_t)n * sizeof *mixed);
-    for (int64_t k = 0; k < count; k++) mixed[where[k]] = sums[k];
+    for (int64_t k = 0; k < count; k++) mixed[r.places[k]] = sums[k];
 }
 
 SPECIALISED act_on(const Shelf *shelf, const Act *act, Range r, int momentum, int adaptive, int move, int carry) {
-    int64_t rank = shelf->rank, block = BLOCK / r.line * r.line;
-    float *taken = act->taken + r.which * rank, weights[MOST], mixed[BLOCK], w = 0;
-    int32_t where[BLOCK];
+    int64_t rank = shelf->rank, lines = least(BLOCK / r.kept, WIDE / r.line);
+    float *taken = act->taken + r.which * rank, weights[MOST], mixed[WIDE], w = 0;
     for (int64_t i = 0; i < rank; i++) {
         weights[i] = act->again ? taken[i] : act->w[i];
         if (!act->again && r.start == 0) taken[i] = weights[i];
@@ -372,10 +383,9 @@ SPECIALISED act_on(const Shelf *shelf, const Act *act, Range r, int momentum, in
     }
     for (int64_t i = 0; i < rank; i++) w += weights[i] * shelf->fractions[i]; /* of the gradient */
     for (int64_t i = 0; i < rank; i++) weights[i] = shelf->sign * (weights[i] - w); /* of columns, which add up to it */
-    if (r.line > 1) locate(r, where);
-    for (int64_t at = r.start; at < r.end; at += block) {
-        int64_t n = least(block, r.end - at);
-        mix(shelf, r, weights, at, n, where, mixed);
+    for (int64_t at = r.start; at < r.end; at += lines * r.line) {
+        int64_t n = least(lines * r.line, r.end - at);
+        mix(shelf, act, r, weights, at, n, mixed);
         step(shelf, act, r, at, n, w, mixed, momentum, adaptive, move, carry);
     }
 }
