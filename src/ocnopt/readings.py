@@ -196,7 +196,7 @@ class Reading:
 
 
 #: how many bytes of tensors may wait: few enough not to be noticed
-_HELD = 16 * 2**20
+_HELD = 32 * 2**20
 
 
 class Waiting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -132,11 +133,15 @@ def test_a_layer_that_raises_in_a_pass_that_goes_on() -> None:
 # --- the second pass ---
 
 
-def test_what_nobody_else_reads_is_overwritten() -> None:
+@pytest.mark.parametrize("foreseen", [True, False])
+def test_what_nobody_else_reads_is_overwritten(foreseen: bool) -> None:
+    """When stages are run one by one, and when a whole pass is run again."""
     model, opt = make(Rectified, lr=0.3)
-    train(model, opt, 3)
-    with patch.object(Overwriting, "__call__", side_effect=AssertionError):
-        train(model, opt, 1)
+    with nullcontext() if foreseen else unforeseen():
+        train(model, opt, 3)
+        with patch.object(Overwriting, "__call__", side_effect=AssertionError):
+            train(model, opt, 1)
+    assert opt.game.why_accumulated is None
 
 
 class Shift(nn.Module):
@@ -148,6 +153,26 @@ class Shift(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.by
+
+
+class Counting(Net):
+    """In a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = torch.zeros(())
+
+    def block(self, z: Tensor) -> Tensor:
+        self.passes.add_(1)
+        return z + self.b(torch.tanh(self.a(z)))
+
+
+def test_nothing_is_counted_twice() -> None:
+    model, opt = make(Counting, lr=0.3)
+    with unforeseen():
+        train(model, opt, 3)
+    assert opt.game.why_accumulated is None
+    assert model.passes == 3  # type: ignore[comparison-overlap]
 
 
 class Beside(Net):

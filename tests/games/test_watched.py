@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -54,9 +55,11 @@ def train(model: nn.Module, opt: OCNOpt, steps: int = STEPS, passes: int = 1) ->
 class Overwriting(Net):
     """The stream is written to in place: no alias of it can be read."""
 
+    add = staticmethod(operator.iadd)
+
     def block(self, z: Tensor) -> Tensor:
         z = 1.0 * z
-        z += self.b(torch.tanh(self.a(1.0 * z)))
+        z = self.add(z, self.b(torch.tanh(self.a(1.0 * z))))
         return z
 
 
@@ -79,10 +82,12 @@ class Converted(Net):
 class Spent(Net):
     """The stream is overwritten after it was read."""
 
+    multiply = staticmethod(operator.imul)
+
     def block(self, z: Tensor) -> Tensor:
         z = 1.0 * z
         total = z + self.b(torch.tanh(self.a(1.0 * z)))
-        z.mul_(2)
+        z = self.multiply(z, 2)
         return total + torch.tanh(z.clone())
 
 
@@ -141,6 +146,27 @@ def test_the_steps_are_the_same(name: str, rank: int) -> None:
     assert_identical(*found)  # a run that is resumed begins with passes of which nothing is known
     assert whys[0] == whys[1]
     assert foreseen == [k >= KNOWN[name] for k in range(STEPS)]
+
+
+class NotOverwriting(Overwriting):
+    add = staticmethod(operator.add)
+
+
+class NotSpent(Spent):
+    multiply = staticmethod(operator.mul)
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize("nets", [(Overwriting, NotOverwriting), (Spent, NotSpent)])
+def test_overwriting_what_is_watched_changes_nothing(nets: Any, rank: int) -> None:
+    found = []
+    for net in nets:
+        model, opt = make(net, lr=0.3, rank=rank)
+        train(model, opt)
+        assert opt.game.why_accumulated is None
+        found.append([*values(model), opt.diagnostics.s])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("passes", [1, 2])

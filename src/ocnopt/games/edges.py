@@ -74,11 +74,7 @@ class Edges:
 
 
 def _overwrites(user: fx.Node, source: fx.Node) -> bool:
-    if not isinstance(user.target, Overwriting):
-        return False
-    read: list[fx.Node] = []
-    fx.node.map_arg((user.args, user.kwargs), read.append)
-    return read[user.target.place] is source
+    return isinstance(user.target, Overwriting) and user.target.changed(user) is source
 
 
 def occurrences(flow: Flow) -> dict[fx.Node, int]:

@@ -120,13 +120,19 @@ class Flow:
         nodes = [n for n in self.graph.nodes if n.op == "get_attr"]
         return {n.meta["turn"]: (e.kind, e.target) for n in nodes for e in [self.entries[n.meta["entry"]]]}
 
-    def run(self, node: fx.Node, read: Callable[[fx.Node], Any], model: nn.Module, draws: Draws) -> Any:
-        """The value of a node that is not an input, from the values of the nodes it reads."""
+    def run(
+        self, node: fx.Node, read: Callable[[fx.Node], Any], model: nn.Module, draws: Draws, in_place: bool = False
+    ) -> Any:
+        """The value of a node that is not an input, from the values of the nodes it reads.
+
+        ``in_place``: what it overwrites may be overwritten.
+        """
         if node.op == "get_attr":
             name = str(node.target)
             return self.constants[name] if name in self.constants else attribute(model, name)
         args, kwargs = filled(node.meta["spec"], read)
-        run = node.target if callable(node.target) else model.get_submodule(node.target)
+        run: Any = node.target if callable(node.target) else model.get_submodule(node.target)
+        run = run.in_place if in_place else run
         rng, mode = draws.get(node.meta["entry"]), node.meta["mode"]
         if rng is None and mode.holds(self.device):
             out = run(*args, **kwargs)
@@ -216,6 +222,18 @@ class Overwriting:
         args, kwargs = mapped(copied, (args, kwargs))
         self.func(*args, **kwargs)
         return copy[0]
+
+    def changed(self, node: fx.Node) -> fx.Node:
+        """What a node of this function overwrites."""
+        read: list[fx.Node] = []
+        fx.node.map_arg((node.args, node.kwargs), read.append)
+        return read[self.place]
+
+    def in_place(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Without the copy: for who has no other use of that tensor."""
+        changed = tensors((args, kwargs))[self.place]
+        self.func(*args, **kwargs)
+        return changed
 
 
 def is_due(flow: Flow) -> bool:

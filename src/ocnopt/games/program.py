@@ -5,7 +5,7 @@ What a call reads is known by its place in a list of values, and so is what nobo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -112,7 +112,7 @@ class Run:
         else:
             args, kwargs = filled((call.args, kwargs), lambda value: values[value.turn])
         alone = call.spent >= 0 and self._is_alone(call)  # then it may as well overwrite what it is given
-        run, rng = call.target.func if alone else self._function(call), self._draws.get(call.entry)
+        run, rng = call.target.in_place if alone else self._function(call), self._draws.get(call.entry)
         if self._settled is None:
             mode = self.program.mode
             self._settled = mode is not None and mode.holds(self.program.flow.device)
@@ -122,7 +122,6 @@ class Run:
         else:
             with nullcontext() if rng is None else rng.restored(), call.mode.restored(self.program.flow.device):
                 out = run(*args, **kwargs)
-        out = values[call.spent] if alone else out
         return out if isinstance(out, Tensor) else tensors(out)
 
     def _function(self, call: Call) -> Callable[..., Any]:
@@ -133,9 +132,13 @@ class Run:
 
     def _is_alone(self, call: Call) -> bool:
         """Does nothing that is still wanted share its memory with what a call overwrites?"""
-        memory = self.values[call.spent].untyped_storage().data_ptr()
-        others = (t for slot in call.beside for t in tensors(self.values[slot]))
-        return all(t.untyped_storage().data_ptr() != memory for t in others)
+        return is_alone(self.values[call.spent], (self.values[slot] for slot in call.beside))
+
+
+def is_alone(t: Tensor, others: Iterable[Any]) -> bool:
+    """Does none of them share its memory?"""
+    memory = t.untyped_storage().data_ptr()
+    return all(other.untyped_storage().data_ptr() != memory for value in others for other in tensors(value))
 
 
 def _is_container(part: Any) -> bool:

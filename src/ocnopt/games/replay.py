@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ocnopt.capture import Tape
 from ocnopt.games.edges import Edge, occurrences
-from ocnopt.games.flow import Flow, arguments, is_due, name_of
+from ocnopt.games.flow import Flow, Overwriting, arguments, is_due, name_of
+from ocnopt.games.program import is_alone
 from ocnopt.hooks import without_backward_hooks
 from ocnopt.readings import Reading, arrived, product, same_size
 from ocnopt.records import Pass, Record, Rollout, floating
@@ -78,7 +80,8 @@ class _Again:
         self.readings: dict[Place, Reading] = {}
         self.sizes: dict[tuple[fx.Node, int], Tensor] = {}  # of the adjoints at the outputs of players
         self.values: dict[fx.Node, Any] = {}  # in the end, of the outputs
-        self._watched: list[Tensor] = []
+        self._watched: list[GradientEdge] = []
+        self._wanted: list[Any] = []  # values that stay as they are: those of before the pass, and what is compared
 
     def forward(self, model: nn.Module, players: Collection[fx.Node]) -> None:
         """``players``: at whose outputs to listen."""
@@ -91,13 +94,24 @@ class _Again:
             if node.op == "placeholder":
                 self.values[node] = next(inputs)
             else:
-                self.values[node] = self.flow.run(node, self._reader(node), model, self.this.draws)
+                in_place = self._may_overwrite(node)
+                self.values[node] = self.flow.run(node, self._reader(node), model, self.this.draws, in_place)
+            if node.op in ("placeholder", "get_attr"):
+                self._wanted.append(self.values[node])
             if node in players:
                 self._listen(node)
             for read in node.all_input_nodes:
                 readers[read] -= 1
                 if not readers[read]:
                     del self.values[read]
+
+    def _may_overwrite(self, node: fx.Node) -> bool:
+        """Operations come in the order of the pass, so what one of them overwrites is read by none that follows."""
+        if not isinstance(node.target, Overwriting):
+            return False
+        changed = node.target.changed(node)
+        edge = changed, node
+        return edge not in self.kept and edge not in self.sized and is_alone(self.values[changed], self._wanted)
 
     def _reader(self, user: fx.Node) -> Callable[[fx.Node], Any]:
         """What gives a node the values that it asks for, one after another, or aliases of them."""
@@ -122,23 +136,25 @@ class _Again:
         if not t.requires_grad:
             return t
         reading = self.readings[place] = Reading(t, self.batch)
+        self._wanted.append(t)
         t = t.view_as(t)
         kept, sized = edge in self.kept, edge in self.sized
         t.register_hook(lambda d: reading.arrive(d, last=True, kept=kept, sized=sized))
-        self._watched.append(t)
+        self._watched.append(get_gradient_edge(t))
         return t
 
     def _listen(self, call: fx.Node) -> None:
         for i, t in enumerate(floating(self.values[call])):
             if t.requires_grad:
                 t.register_hook(partial(self._hear, (call, i)))
-                self._watched.append(t)
+                self._watched.append(get_gradient_edge(t))  # t may be overwritten
 
     def _hear(self, place: tuple[fx.Node, int], h: Tensor) -> None:
         self.sizes[place] = product(h, h)
 
     def backward(self) -> None:
         """From the adjoints at the model's outputs."""
+        self._wanted = []
         ends = [(self.values[node], D) for i, D in arrived(self.this.D).items() if (node := self.flow.outputs[i])]
         roots = [(t, D.adjoint.to(t.dtype)) for t, D in ends if t.requires_grad and D.adjoint is not None]
         if roots and self._watched:
