@@ -409,7 +409,8 @@ class OCNOpt(Optimizer):
         guarded = terms.runs_code_of_others and not whole_step.underway()
         seen, shelves = self._fallbacks.seen, self._roster.shelves
         with Snapshot(players, self.state, self._roster.spare) if guarded else nullcontext() as snapshot:
-            problem = pose(players, stages, records, folded, self.state, samples, before, group, world, seen, shelves)
+            told = passes, records, folded
+            problem = pose(players, stages, *told, self.state, samples, before, group, world, seen, shelves)
             if snapshot is not None:
                 # a second pass is over before state that is settled last goes on
                 snapshot.take(problem.settled_last if group["feedback"] == "nonlinear" else {"step"})

@@ -73,26 +73,40 @@ class Place:
         if tape.asked.calls or not this.announced:
             record = self._record(this, module, occurrence, args, kwargs, tape.asked)
             record.opaque = this.asking is not None and not wanted
-        elif wanted:
-            record = Record(self.name, module, occurrence, this)
-        else:
+        elif not wanted:
             return None
-        passed_on = (self._watch(record, wanted, args), kwargs) if plain else self._watch_inputs(record, args, kwargs)
+        elif this.watched is not None and plain:  # all that is to be kept are readings of edges
+            return self._watch(this, None, occurrence, wanted, args), kwargs
+        else:
+            record = Record(self.name, module, occurrence, this)
+        if plain:
+            passed_on = self._watch(this, record, occurrence, wanted, args), kwargs
+        else:
+            passed_on = self._watch_inputs(record, args, kwargs)
         if this.groups is not None:
             tape.once.begin(record)
         return passed_on
 
-    def _watch(self, record: Record, wanted: Container[int], args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _watch(
+        self, this: Pass, record: Record | None, occurrence: int, wanted: Container[int], args: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
         """As :meth:`_watch_inputs`, of tensors and nothing else."""
         given, i = list(args), 0
         for place, t in enumerate(args):
             if t.is_floating_point():
                 if i in wanted and t.requires_grad:
-                    alone = record.origin.is_alone(self.name, record.occurrence, i)
-                    given[place] = self.tape.alias(t, record.origin, record, record.readings, i, alone)
+                    given[place] = self._alias(this, record, occurrence, i, t)
                 i += 1
-        record.arity = i
         return tuple(given)
+
+    def _alias(self, this: Pass, record: Record | None, occurrence: int, i: int, t: Tensor) -> Tensor:
+        """An alias of an input. Its reading is kept with the call, or with the pass where it is known by its edge."""
+        alone = this.is_alone(self.name, occurrence, i)
+        if this.watched is not None:
+            key = this.watched.into_player(self.name, occurrence)[i]
+            return self.tape.alias(t, this, record, this.readings, key, alone)
+        assert record is not None
+        return self.tape.alias(t, this, record, record.readings, i, alone)
 
     def _record(self, this: Pass, module: nn.Module, occurrence: int, args: Any, kwargs: Any, need: Need) -> Record:
         record = Record(self.name, module, occurrence, this)
@@ -143,7 +157,7 @@ class Place:
             return t
         if this.watched is not None and i not in this.watched.into_player(record.name, record.occurrence):
             return t
-        return self.tape.alias(t, this, record, record.readings, i)
+        return self._alias(this, record, record.occurrence, i, t)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         tape = self.tape

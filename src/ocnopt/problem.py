@@ -26,7 +26,7 @@ from ocnopt.linalg import full_precision
 from ocnopt.moment import Moment
 from ocnopt.phases import BELLMAN, GRADIENTS, UPDATE
 from ocnopt.players import Player
-from ocnopt.records import Folded, Record
+from ocnopt.records import Folded, Pass, Record
 from ocnopt.shelves import Shelf, Shelves
 from ocnopt.stages import Stages
 
@@ -261,6 +261,7 @@ def _placement(places: Sequence[int], count: int, like: Tensor, tails: bool) -> 
 def pose(
     players: list[Player],
     stages: Stages,
+    passes: Sequence[Pass],
     records: Sequence[Record],
     folded: Folded | None,
     state: Mapping[Tensor, dict[str, Any]],
@@ -283,7 +284,7 @@ def pose(
     quick = [_fused(shelf, theirs, forms, group) for shelf, theirs in zip(shelves, grads, strict=True)]
     squares = [multi.squares(g) if q is None else q.squares for g, q in zip(grads, quick, strict=True)]
     # adjoints too: somebody may have repaired p.grad since; kernels see what became of them
-    adjoints = _adjoints(players, records, folded, rank > 1 and None in quick)
+    adjoints = _adjoints(players, passes, records, folded, rank > 1 and None in quick)
     device = players[0].params[0].device
     finite = [multi.moderate(each).to(device) for each in squares]
     if adjoints:
@@ -340,7 +341,7 @@ def _fused(shelf: Shelf, grads: list[Tensor], forms: Forms, group: Mapping[str, 
 
 
 def _adjoints(
-    players: Sequence[Player], records: Sequence[Record], folded: Folded | None, split: bool
+    players: Sequence[Player], passes: Sequence[Pass], records: Sequence[Record], folded: Folded | None, split: bool
 ) -> list[tuple[str, Tensor]]:
     """What the step is going to read besides gradients. Where that is squared, it must not overflow either."""
     squared = any(p.curvature.needs_model for p in players)
@@ -348,7 +349,9 @@ def _adjoints(
     looked_at = [(r.name, r.h if squared else r.columns or r.h) for r in records if squared or split]
     adjoints = [(name, t) for name, store in looked_at for t in store.values()]
     # a product with what a layer read is finite only if its adjoint is
-    adjoints += [(r.name, e.before) for r in records for e in r.readings.values() if e.before is not None]
+    readings = [(r.name, e) for r in records for e in r.readings.values()]
+    readings += [pair for this in passes for pair in this.readings_of_players]
+    adjoints += [(name, e.before) for name, e in readings if e.before is not None]
     tallies = {id(t): (r.name, t.adjoints) for r in records for t in r.tallies.values()}
     adjoints += tallies.values()  # those of many records in one
     if folded is not None:

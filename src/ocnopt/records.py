@@ -16,7 +16,7 @@ from ocnopt.backwards import Sinks as Sinks
 from ocnopt.curvature.tally import Tally
 from ocnopt.environment import Autocast, Environment
 from ocnopt.games.cues import Cues
-from ocnopt.games.edges import Edges
+from ocnopt.games.edges import Edges, Key, is_of_player
 from ocnopt.games.flow import Draws, Flow
 from ocnopt.groups import Groups, Samples
 from ocnopt.hosts import Execution
@@ -68,7 +68,7 @@ class Pass:
     split: bool = False  # can changes be told sample by sample?
     watched: Edges | None = None  # of the data flow that it is expected to have: what is read of it
     asking: frozenset[str] | None = None  # of the chain that it is expected to be: who reads all of its input
-    readings: dict[tuple[int, int], Reading] = field(default_factory=dict)  # by operations: (value, entry)
+    readings: dict[Key, Reading] = field(default_factory=dict)  # of the edges that are watched
     draws: Draws = field(default_factory=dict)
     fixed: str | None = None  # why it cannot be run again stage by stage
     D: dict[int, Reading] = field(default_factory=dict)  # the outputs of the model, as the loss read them
@@ -123,6 +123,14 @@ class Pass:
         self.readings = dict(sorted(self.readings.items()))  # in one order, whoever watched
         self.foreseen = self.watched is not None and self.watched.flow is flow
         self.compared = chain or self.whole or self.foreseen
+
+    @property
+    def readings_of_players(self) -> list[tuple[str, Reading]]:
+        """Of edges that lead to modules: whom, and what it read."""
+        if self.watched is None:
+            return []
+        entries = self.watched.flow.entries
+        return [(str(entries[key[1]].target), reading) for key, reading in self.readings.items() if is_of_player(key)]
 
     def inputs_changed(self) -> bool:
         return self.versions != versions_of((self.args, self.kwargs))

@@ -31,5 +31,5 @@ def rehearse(players: list[Player], group: Mapping[str, Any], state: Mapping[Ten
     bad = torch.tensor(torch.nan)
     stages, samples, world = Stages.in_order(players, None), Samples(), World()
     quiet = {**group, "feedback": "off"}
-    problem = pose(players, stages, [], None, state, samples, bad, quiet, world, set(), Shelves())
+    problem = pose(players, stages, [], [], None, state, samples, bad, quiet, world, set(), Shelves())
     play(problem, quiet, None, [], samples, [], world)

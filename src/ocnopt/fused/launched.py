@@ -98,10 +98,10 @@ class LaunchedActor(FusedActor):
         return self.correction if self._averaged and self.group["momentum"] else 1.0
 
     def reads(self, grads: Sequence[Tensor]) -> bool:
-        """Let kernels that were captured read other gradients. ``False`` where they cannot, or where anything else is
-        not where it was.
+        """Let kernels that were captured read other gradients; parameters and state are where they were. ``False`` if
+        they cannot.
         """
-        table = self._table(grads) if all(g.dtype == self._dtype for g in grads) else None
+        table = self.layout.again(grads) if all(g.dtype == self._dtype for g in grads) else None
         return table is not None and table.others is self.table.others and table.aligned == self.table.aligned
 
     def let_go(self) -> None:

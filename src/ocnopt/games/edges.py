@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from functools import cached_property
 
 from torch import fx
@@ -13,7 +14,11 @@ from ocnopt.games.schedule import Placement
 #: a node, and one that reads it
 Edge = tuple[fx.Node, fx.Node]
 
+#: by which the reading of an edge is known: turn, entry of the reader, and which of its inputs, if that is a player
+Key = tuple[int, ...]
+
 _NONE: set[int] = set()
+_NO_KEYS: dict[int, Key] = {}
 
 
 class Edges:
@@ -41,9 +46,9 @@ class Edges:
             if (node, call) in crossing_players
         ]
         self._of_players = frozenset((*key, i) for _, _, key, i in self.places_of_players)
-        self._inputs: dict[tuple[str, int], set[int]] = defaultdict(set)
-        for name, occurrence, i in self._of_players:
-            self._inputs[name, occurrence].add(i)
+        self._inputs: dict[tuple[str, int], dict[int, Key]] = defaultdict(dict)
+        for source, call, of_call, i in self.places_of_players:
+            self._inputs[of_call][i] = key_of(source, call, i)
         self._of_operations: dict[int, set[int]] = defaultdict(set)
         for source, user in self.into_operations:
             self._of_operations[user.meta["entry"]].add(source.meta["turn"])
@@ -64,13 +69,21 @@ class Edges:
             return False
         return all(turns <= others.into_operation(entry) for entry, turns in self._of_operations.items())
 
-    def into_player(self, name: str, occurrence: int) -> set[int]:
-        """The inputs of that call that are the ends of some."""
-        return self._inputs.get((name, occurrence), _NONE)
+    def into_player(self, name: str, occurrence: int) -> Mapping[int, Key]:
+        """The inputs of that call that are the ends of some, and by what key their readings are known."""
+        return self._inputs.get((name, occurrence), _NO_KEYS)
 
     def into_operation(self, entry: int) -> set[int]:
         """The values that the operation of an entry reads by one."""
         return self._of_operations.get(entry, _NONE)
+
+
+def key_of(source: fx.Node, user: fx.Node, *place: int) -> Key:
+    return (source.meta["turn"], user.meta["entry"], *place)
+
+
+def is_of_player(key: Key) -> bool:
+    return len(key) == 3
 
 
 def _overwrites(user: fx.Node, source: fx.Node) -> bool:

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, fx
 
 from ocnopt.capture import Tape
-from ocnopt.games.edges import Edges
+from ocnopt.games.edges import Edges, key_of
 from ocnopt.games.game import Round
 from ocnopt.games.program import Call, Run
 from ocnopt.games.replay import replay
 from ocnopt.groups import Part
 from ocnopt.readings import Reading
-from ocnopt.records import Pass, Record, Rollout
+from ocnopt.records import Pass, Rollout
 from ocnopt.rollout import Act, Measure, Predict
 from ocnopt.stages import Stages
 from ocnopt.trees import tensors
@@ -42,7 +42,6 @@ class Live:
         self.flow, self.placement, self.tape, self.this = placed.flow, placed.placement, tape, this
         self.program = placed.program
         self._batch = None if part.rank == 1 else part.groups.batch  # see Measure
-        self.records: dict[tuple[str, int], Record] = {}  # by call
         self.terms: dict[int, list[Term]] = defaultdict(list)  # by the slot of the source
         self._alive: list[tuple[int, Tensor]] = []  # the last stage of each term, and its part of s
         self._sum: Tensor | None = None  # of these
@@ -58,14 +57,12 @@ class Live:
                 self.terms[self.program.slots[node]].append(Term(this.D[i], self.placement.count))
 
     def _of_players(self, edges: Edges) -> None:
-        self.records = {(r.name, r.occurrence): r for r in self.tape.records if r.origin is self.this}
-        for source, call, key, i in edges.places_of_players:
-            record = self.records.get(key)
-            self._add(source, call, None if record is None else record.readings.get(i))
+        for source, call, _, i in edges.places_of_players:
+            self._add(source, call, self.this.readings.get(key_of(source, call, i)))
 
     def _of_operations(self, edges: Edges) -> None:
         for source, user in edges.into_operations:
-            self._add(source, user, self.this.readings.get((source.meta["turn"], user.meta["entry"])))
+            self._add(source, user, self.this.readings.get(key_of(source, user)))
 
     def _again(self, edges: Edges) -> None:
         """What was not read while the first pass ran."""
@@ -79,9 +76,6 @@ class Live:
 
     def why_not(self, part: Part) -> str | None:
         """Why s cannot be told group by group, if so."""
-        for record in self.records.values():
-            if any(reading.overwritten for reading in record.readings.values()):
-                return f"the input of {record.name!r} was overwritten in place"
         if any(reading.overwritten for reading in self.this.readings.values()):
             return "what lies between its layers was overwritten in place"
         sources = [(node, slot) for node, slot in self.program.slots.items() if part.rank > 1 and slot in self.terms]
