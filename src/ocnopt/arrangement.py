@@ -132,8 +132,7 @@ class Arrangement:
                 return [], "its passes go through it in different ways"
             live, why = self._live(mine, this, samples.of(this), state, tape)
             edges = mine.edges if static else mine.anywhere
-            opaque = edges.hidden or any(record.opaque for record in tape.records if record.origin is this)
-            flow.watched = None if live is None or opaque else edges
+            flow.watched = None if live is None or edges.hidden or this.opaque else edges
             if live is None:
                 return [], why
             lives.append(live)
@@ -157,8 +156,8 @@ class Arrangement:
             return None, "an output of the model was overwritten in place after the pass"
         try:
             live = None if flow.fixed else Live(placed, tape, this, part)
-            # one that was foreseen could not be verified: the next is not
-            flow.uses += not this.foreseen or not is_due(flow)
+            # where it was due and could not be verified, the next use is
+            flow.uses += not is_due(flow) or live is None or live.verified
         except Disagreement as error:
             live, flow.fixed = None, str(error)
         except Exception as error:  # whatever its operations object to, the step goes on

@@ -23,6 +23,7 @@ from ocnopt.chain import Ends, is_chain
 from ocnopt.distributed import World
 from ocnopt.environment import Autocast, Environment, is_transforming
 from ocnopt.fused.support import splits_on
+from ocnopt.games.edges import Key
 from ocnopt.games.flow import Flow, innermost
 from ocnopt.games.following import Follower
 from ocnopt.groups import Groups
@@ -306,7 +307,7 @@ class Tape:
     def _read(self, t: Tensor, value: int, entry: int, alone: bool) -> Tensor:
         """An operation is about to read a tensor, by an edge that is watched."""
         this = self.current
-        return t if this is None else self.alias(t, this, None, this.readings, (value, entry), alone)
+        return t if this is None else self.alias(t, this, None, this.readings, Key(value, entry), alone)
 
     def hears(self, this: Pass, record: Record | None) -> bool:
         """Does what arrives at a pass, or at a call in it, belong to the step?"""

@@ -150,7 +150,7 @@ def _make_up(this: Pass) -> Hashable:
     flow, environment = this.flow, this.environment
     version = None if flow is None else flow.version
     modes = () if environment is None else environment.modes
-    how = this.chain, this.whole, this.foreseen, this.split, this.groups is None
+    how = this.chain, this.whole, this.foreseen, this.split, this.opaque, this.groups is None
     given = this.given or tuple([t.shape for t in tensors((this.args, this.kwargs))])
     return this.batch, given, tuple(this.order), flow, version, modes, this.autocast, how
 

@@ -31,7 +31,7 @@ from ocnopt.memory import usage
 from ocnopt.play import Snapshot, play
 from ocnopt.players import Player, find_uses
 from ocnopt.problem import Problem, pose
-from ocnopt.records import Folded, Need
+from ocnopt.records import Folded, Need, Told
 from ocnopt.rehearsal import is_rehearsal, rehearse
 from ocnopt.remeasure import Remeasure
 from ocnopt.rng import AllRNG
@@ -409,8 +409,8 @@ class OCNOpt(Optimizer):
         guarded = terms.runs_code_of_others and not whole_step.underway()
         seen, shelves = self._fallbacks.seen, self._roster.shelves
         with Snapshot(players, self.state, self._roster.spare) if guarded else nullcontext() as snapshot:
-            told = passes, records, folded
-            problem = pose(players, stages, *told, self.state, samples, before, group, world, seen, shelves)
+            told = Told(passes, records, folded)
+            problem = pose(players, stages, told, self.state, samples, before, group, world, seen, shelves)
             if snapshot is not None:
                 # a second pass is over before state that is settled last goes on
                 snapshot.take(problem.settled_last if group["feedback"] == "nonlinear" else {"step"})

@@ -102,11 +102,12 @@ class Place:
     def _alias(self, this: Pass, record: Record | None, occurrence: int, i: int, t: Tensor) -> Tensor:
         """An alias of an input. Its reading is kept with the call, or with the pass where it is known by its edge."""
         alone = this.is_alone(self.name, occurrence, i)
-        if this.watched is not None:
-            key = this.watched.into_player(self.name, occurrence)[i]
-            return self.tape.alias(t, this, record, this.readings, key, alone)
-        assert record is not None
-        return self.tape.alias(t, this, record, record.readings, i, alone)
+        if this.watched is None:
+            assert record is not None
+            return self.tape.alias(t, this, record, record.readings, i, alone)
+        key = this.watched.into_player(self.name, occurrence)[i]
+        # a pass that is trained on goes through it even where it stops short of the parameters of that call
+        return self.tape.alias(t, this, None, this.readings, key, alone)
 
     def _record(self, this: Pass, module: nn.Module, occurrence: int, args: Any, kwargs: Any, need: Need) -> Record:
         record = Record(self.name, module, occurrence, this)
@@ -153,7 +154,7 @@ class Place:
             return t
         nodes.append(t.grad_fn)
         if not alias:
-            record.opaque = True
+            record.opaque = this.opaque = True
             return t
         if this.watched is not None and i not in this.watched.into_player(record.name, record.occurrence):
             return t

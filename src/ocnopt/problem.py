@@ -26,7 +26,7 @@ from ocnopt.linalg import full_precision
 from ocnopt.moment import Moment
 from ocnopt.phases import BELLMAN, GRADIENTS, UPDATE
 from ocnopt.players import Player
-from ocnopt.records import Folded, Pass, Record
+from ocnopt.records import Told
 from ocnopt.shelves import Shelf, Shelves
 from ocnopt.stages import Stages
 
@@ -261,9 +261,7 @@ def _placement(places: Sequence[int], count: int, like: Tensor, tails: bool) -> 
 def pose(
     players: list[Player],
     stages: Stages,
-    passes: Sequence[Pass],
-    records: Sequence[Record],
-    folded: Folded | None,
+    told: Told,
     state: Mapping[Tensor, dict[str, Any]],
     samples: Samples,
     loss: Tensor | None,
@@ -278,13 +276,13 @@ def pose(
     ids of players of which any of them has calls. ``known``: the shelves of the last step.
     """
     maximize, rank = group["maximize"], samples.groups.rank
-    forms = Forms(records, samples, maximize, folded, world, seen)
+    forms = Forms(told.records, samples, maximize, told.folded, world, seen)
     shelves = known.of(players, stages, [forms.kind(player) for player in players], state)
     grads = [shelf.parts([p.grad for p in shelf.params if p.grad is not None]) for shelf in shelves]
     quick = [_fused(shelf, theirs, forms, group) for shelf, theirs in zip(shelves, grads, strict=True)]
     squares = [multi.squares(g) if q is None else q.squares for g, q in zip(grads, quick, strict=True)]
     # adjoints too: somebody may have repaired p.grad since; kernels see what became of them
-    adjoints = _adjoints(players, passes, records, folded, rank > 1 and None in quick)
+    adjoints = _adjoints(players, told, rank > 1 and None in quick)
     device = players[0].params[0].device
     finite = [multi.moderate(each).to(device) for each in squares]
     if adjoints:
@@ -340,10 +338,9 @@ def _fused(shelf: Shelf, grads: list[Tensor], forms: Forms, group: Mapping[str, 
     return actor
 
 
-def _adjoints(
-    players: Sequence[Player], passes: Sequence[Pass], records: Sequence[Record], folded: Folded | None, split: bool
-) -> list[tuple[str, Tensor]]:
+def _adjoints(players: Sequence[Player], told: Told, split: bool) -> list[tuple[str, Tensor]]:
     """What the step is going to read besides gradients. Where that is squared, it must not overflow either."""
+    passes, records, folded = told
     squared = any(p.curvature.needs_model for p in players)
     # what the backward pass has made of an adjoint is finite only if that is, and mostly shorter
     looked_at = [(r.name, r.h if squared else r.columns or r.h) for r in records if squared or split]

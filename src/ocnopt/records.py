@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from ocnopt.backwards import Sinks as Sinks
 from ocnopt.curvature.tally import Tally
 from ocnopt.environment import Autocast, Environment
 from ocnopt.games.cues import Cues
-from ocnopt.games.edges import Edges, Key, is_of_player
+from ocnopt.games.edges import Edges, Key
 from ocnopt.games.flow import Draws, Flow
 from ocnopt.groups import Groups, Samples
 from ocnopt.hosts import Execution
@@ -75,6 +75,7 @@ class Pass:
     called: dict[nn.Module, None] = field(default_factory=dict)  # the modules that were watched in it
     foreseeable: bool = False  # as long as it does what is expected, is it known what will be asked of it?
     certain: Cues | None = None  # that it is certain what it does
+    opaque: bool = False  # were players given tensors in lists or dicts, where nobody can watch them?
     announced: bool = False  # is there a record that will come on the tape with its output's adjoint?
     scale: Tensor | None = None  # the factor by which adjoints are to be multiplied, if any
     turn: int = 0  # which pass since the hooks were set
@@ -130,7 +131,12 @@ class Pass:
         if self.watched is None:
             return []
         entries = self.watched.flow.entries
-        return [(str(entries[key[1]].target), reading) for key, reading in self.readings.items() if is_of_player(key)]
+        return [(str(entries[key.entry].target), each) for key, each in self.readings.items() if key.input >= 0]
+
+    def read_by(self, name: str, occurrence: int) -> dict[int, Reading]:
+        """What a call read by edges that are watched, by input."""
+        keys = {} if self.watched is None else self.watched.into_player(name, occurrence)
+        return {i: self.readings[key] for i, key in keys.items() if key in self.readings}
 
     def inputs_changed(self) -> bool:
         return self.versions != versions_of((self.args, self.kwargs))
@@ -310,3 +316,11 @@ def floating(tree: Any) -> list[Tensor]:
 
 def versions_of(tree: Any) -> list[int]:
     return [t._version for t in tensors(tree) if not t.is_inference()]
+
+
+class Told(NamedTuple):
+    """What forward and backward passes have left for a step."""
+
+    passes: Sequence[Pass] = ()
+    records: Sequence[Record] = ()
+    folded: Folded | None = None

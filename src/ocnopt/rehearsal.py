@@ -16,6 +16,7 @@ from ocnopt.groups import Samples
 from ocnopt.play import play
 from ocnopt.players import Player
 from ocnopt.problem import pose
+from ocnopt.records import Told
 from ocnopt.shelves import Shelves
 from ocnopt.stages import Stages
 
@@ -31,5 +32,5 @@ def rehearse(players: list[Player], group: Mapping[str, Any], state: Mapping[Ten
     bad = torch.tensor(torch.nan)
     stages, samples, world = Stages.in_order(players, None), Samples(), World()
     quiet = {**group, "feedback": "off"}
-    problem = pose(players, stages, [], [], None, state, samples, bad, quiet, world, set(), Shelves())
+    problem = pose(players, stages, Told(), state, samples, bad, quiet, world, set(), Shelves())
     play(problem, quiet, None, [], samples, [], world)

@@ -6,10 +6,10 @@ here, whatever else torch knows how to take apart (named tuples, model outputs) 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Size, Tensor
+from torch import Size, Tensor, strided
 from torch.utils import _pytree
 
 #: what holds none, and is left as it is
@@ -48,3 +48,13 @@ def mapped(change: Callable[[Tensor], Any], tree: Any) -> Any:
     if tree is None or kind in _NO_TENSORS:
         return tree
     return _pytree.tree_map_only(Tensor, change, tree)
+
+
+def is_alone(t: Tensor, others: Iterable[Any]) -> bool:
+    """Does no tensor in any of them share its memory? Of a sparse one nobody knows."""
+    memory = _memory_of(t)
+    return memory is not None and all(_memory_of(other) != memory for value in others for other in tensors(value))
+
+
+def _memory_of(t: Tensor) -> int | None:
+    return t.untyped_storage().data_ptr() if t.layout is strided else None

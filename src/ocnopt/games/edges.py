@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import cached_property
+from typing import NamedTuple
 
 from torch import fx
 
@@ -14,8 +15,14 @@ from ocnopt.games.schedule import Placement
 #: a node, and one that reads it
 Edge = tuple[fx.Node, fx.Node]
 
-#: by which the reading of an edge is known: turn, entry of the reader, and which of its inputs, if that is a player
-Key = tuple[int, ...]
+
+class Key(NamedTuple):
+    """By which the reading of an edge is known."""
+
+    turn: int  # of the value
+    entry: int  # of its reader
+    input: int = -1  # which of its inputs, if that is a player
+
 
 _NONE: set[int] = set()
 _NO_KEYS: dict[int, Key] = {}
@@ -79,11 +86,7 @@ class Edges:
 
 
 def key_of(source: fx.Node, user: fx.Node, *place: int) -> Key:
-    return (source.meta["turn"], user.meta["entry"], *place)
-
-
-def is_of_player(key: Key) -> bool:
-    return len(key) == 3
+    return Key(source.meta["turn"], user.meta["entry"], *place)
 
 
 def _overwrites(user: fx.Node, source: fx.Node) -> bool:

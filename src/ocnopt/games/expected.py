@@ -16,7 +16,7 @@ from torch import Tensor, is_grad_enabled, nn
 from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
 
 from ocnopt.games.flow import Entry, Flow, Mode, Value, attribute, equal, kind_of, values_in
-from ocnopt.trees import mapped, tensors
+from ocnopt.trees import is_alone, mapped, tensors
 
 #: (tensor, value, entry, whether nobody else reads it) → an alias for the operation of that entry to read
 Read = Callable[[Tensor, int, int, bool], Tensor]
@@ -164,13 +164,9 @@ class Walk:
 
     def is_safe(self, step: Step, changed: Tensor) -> bool:
         """Does nobody read what shares its memory with a tensor that is overwritten?"""
-        memory = changed.untyped_storage().data_ptr()
-        for turn in step.beside:
-            ref = self._refs[turn]
-            other = None if ref is None else ref()
-            if other is not None and other is not changed and other.untyped_storage().data_ptr() == memory:
-                return False
-        return True
+        refs = (self._refs[turn] for turn in step.beside)
+        others = (None if ref is None else ref() for ref in refs)
+        return is_alone(changed, (other for other in others if other is not changed))
 
     def arrive(self, step: Step, out: Any) -> bool:
         """Is this what was expected to come out of a step? Then it is over."""

@@ -89,6 +89,7 @@ class Flow:
     unknown: str | None = None  # why it could not be followed to its end
     fixed: str | None = None  # why its operations cannot be run again in another order
     asks: bool = False  # was code of the model told what may be otherwise: numbers in a tensor, or nothing was done?
+    copies: bool = False  # when it is run again, must what it overwrites be copied first?
     uses: int = 0  # of how many steps it was
     version: int = 0  # how often other numbers have been found in its code
     rounds: dict[Any, Any] = field(default_factory=dict)  # what follows from it, see Game

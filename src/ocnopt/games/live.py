@@ -45,6 +45,7 @@ class Live:
         self.terms: dict[int, list[Term]] = defaultdict(list)  # by the slot of the source
         self._alive: list[tuple[int, Tensor]] = []  # the last stage of each term, and its part of s
         self._sum: Tensor | None = None  # of these
+        self.verified = not this.foreseen
         self._run = Run(self.program, tape.model, tensors((this.args, this.kwargs)), this.draws)
         edges = placed.edges
         if this.watched is not None and edges.among(this.watched):
@@ -67,7 +68,9 @@ class Live:
     def _again(self, edges: Edges) -> None:
         """What was not read while the first pass ran."""
         wanted = [*edges.into_players, *edges.into_operations]
-        for (source, user), reading in replay(self.flow, self.tape, self.this, wanted, self._batch):
+        found = replay(self.flow, self.tape, self.this, wanted, self._batch)
+        self.verified = found.verified
+        for (source, user), reading in found.readings:
             self._add(source, user, reading)
 
     def _add(self, source: fx.Node, user: fx.Node, reading: Reading | None) -> None:
@@ -76,6 +79,9 @@ class Live:
 
     def why_not(self, part: Part) -> str | None:
         """Why s cannot be told group by group, if so."""
+        for name, reading in self.this.readings_of_players:
+            if reading.overwritten:
+                return f"the input of {name!r} was overwritten in place"
         if any(reading.overwritten for reading in self.this.readings.values()):
             return "what lies between its layers was overwritten in place"
         sources = [(node, slot) for node, slot in self.program.slots.items() if part.rank > 1 and slot in self.terms]

@@ -5,7 +5,7 @@ What a call reads is known by its place in a list of values, and so is what nobo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from torch.nn.modules import module as torch_module
 from ocnopt.again import BATCH_NORMS, QUICKER, normalised
 from ocnopt.games.flow import Draws, Flow, Mode, Overwriting, Value, attribute, filled
 from ocnopt.games.schedule import Placement
-from ocnopt.trees import tensors
+from ocnopt.trees import is_alone, tensors
 
 
 class Call(NamedTuple):
@@ -133,12 +133,6 @@ class Run:
     def _is_alone(self, call: Call) -> bool:
         """Does nothing that is still wanted share its memory with what a call overwrites?"""
         return is_alone(self.values[call.spent], (self.values[slot] for slot in call.beside))
-
-
-def is_alone(t: Tensor, others: Iterable[Any]) -> bool:
-    """Does none of them share its memory?"""
-    memory = t.untyped_storage().data_ptr()
-    return all(other.untyped_storage().data_ptr() != memory for value in others for other in tensors(value))
 
 
 def _is_container(part: Any) -> bool:

@@ -18,7 +18,7 @@ from ocnopt.games.expected import Read, Step, Walk, made_of
 from ocnopt.games.flow import Entry, Flow, Mode, Overwriting, Value, equal, filled, kind_of, short
 from ocnopt.games.plain import QUERIES
 from ocnopt.rng import RNGState
-from ocnopt.trees import mapped, tensors
+from ocnopt.trees import is_alone, mapped, tensors
 
 
 class Recorder(Unfollowed):
@@ -229,9 +229,7 @@ class Recorder(Unfollowed):
 
     def _is_shared(self, t: Tensor) -> bool:
         """Is there another tensor with the same memory?"""
-        memory = t.untyped_storage().data_ptr()
-        others = (ref() for key, ref in self._refs.items() if key != id(t))
-        return any(other is not None and other.untyped_storage().data_ptr() == memory for other in others)
+        return not is_alone(t, (ref() for key, ref in self._refs.items() if key != id(t)))
 
     def _spec(self, args: Any, kwargs: Any, target: Any) -> tuple[Any, Any, Mode] | None:
         """The arguments with values for tensors, or ``None`` if they come from nowhere."""

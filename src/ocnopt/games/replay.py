@@ -7,22 +7,23 @@ the live edges of any other are found: it costs as much as the pass itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from ocnopt.capture import Tape
 from ocnopt.games.edges import Edge, occurrences
 from ocnopt.games.flow import Flow, Overwriting, arguments, is_due, name_of
-from ocnopt.games.program import is_alone
 from ocnopt.hooks import without_backward_hooks
 from ocnopt.readings import Reading, arrived, product, same_size
 from ocnopt.records import Pass, Record, Rollout, floating
-from ocnopt.trees import tensors
+from ocnopt.trees import is_alone, tensors
 
 
 class Disagreement(RuntimeError):
@@ -33,8 +34,20 @@ class Disagreement(RuntimeError):
 Place = tuple[fx.Node, int | fx.Node]
 
 
-def replay(flow: Flow, tape: Tape, this: Pass, edges: Sequence[Edge], batch: int | None) -> list[tuple[Edge, Reading]]:
-    """The readings of those edges that an adjoint arrives at. Call it before anybody acts.
+class Replayed(NamedTuple):
+    readings: list[tuple[Edge, Reading]]  # of edges that an adjoint arrives at
+    verified: bool  # is it known whether the data flow gives what the pass itself saw?
+
+
+class Seen(NamedTuple):
+    """What the pass knows of a call of a player."""
+
+    readings: Mapping[int, Reading]  # by input
+    record: Record | None
+
+
+def replay(flow: Flow, tape: Tape, this: Pass, edges: Sequence[Edge], batch: int | None) -> Replayed:
+    """The readings of those edges. Call it before anybody acts.
 
     A data flow is trusted only if it gives what the pass itself saw. Looked at again after a while: much does not show
     in the first step, when weights may be zero.
@@ -42,21 +55,39 @@ def replay(flow: Flow, tape: Tape, this: Pass, edges: Sequence[Edge], batch: int
     Args:
         batch: how many samples there are, where products are wanted sample by sample.
     """
+    try:
+        return _replay(flow, tape, this, edges, batch)
+    except Exception:
+        if flow.copies:
+            raise
+    # the pass may have overwritten what cannot be spared here, if what it saves for the backward pass is kept elsewhere
+    flow.copies = True
+    return _replay(flow, tape, this, edges, batch)
+
+
+def _replay(flow: Flow, tape: Tape, this: Pass, edges: Sequence[Edge], batch: int | None) -> Replayed:
     assert this.environment is not None
-    looks = is_due(flow) or this.watched is not None
-    records = records_of(flow, this, tape.records) if looks and not this.foreseen else {}
-    into_players = [(node, call) for call in records for node in arguments(call)]
+    finite = _is_finite(this)
+    looks = finite and (is_due(flow) or this.watched is not None)
+    players = seen_in(flow, this, tape.records) if looks and not this.foreseen else {}
+    into_players = [(node, call) for call in players for node in arguments(call)]
     quiet = without_backward_hooks(tape.model)
-    with tape.following(Rollout()), this.environment.repeated(), torch.enable_grad(), quiet:
-        again = _Again(flow, this, edges, into_players, batch)
-        again.forward(tape.model, records)
+    again = _Again(flow, this, edges, into_players, batch)
+    with closing(again), tape.following(Rollout()), this.environment.repeated(), torch.enable_grad(), quiet:
+        again.forward(tape.model, players)
         where = again.odd_output() if looks else None
         again.backward()
-    where = where or again.odd_player(records)
+    where = where or again.odd_player(players)
     if where is not None:
         raise Disagreement(f"its operations, run again, give other numbers at {where}")
     found = arrived(again.readings)
-    return [(edge, found[place]) for edge in edges for place in places(edge) if place in found]
+    return Replayed([(edge, found[place]) for edge in edges for place in places(edge) if place in found], finite)
+
+
+def _is_finite(this: Pass) -> bool:
+    """Otherwise there is nothing to compare."""
+    numbers = [t for D in arrived(this.D).values() for t in (D.adjoint, D.before) if t is not None]
+    return all(bool(t.isfinite().all()) for t in numbers)
 
 
 def places(edge: Edge) -> list[Place]:
@@ -81,6 +112,7 @@ class _Again:
         self.sizes: dict[tuple[fx.Node, int], Tensor] = {}  # of the adjoints at the outputs of players
         self.values: dict[fx.Node, Any] = {}  # in the end, of the outputs
         self._watched: list[GradientEdge] = []
+        self._hooks: list[RemovableHandle] = []  # on parameters, say, which a player may hand out
         self._wanted: list[Any] = []  # values that stay as they are: those of before the pass, and what is compared
 
     def forward(self, model: nn.Module, players: Collection[fx.Node]) -> None:
@@ -107,7 +139,7 @@ class _Again:
 
     def _may_overwrite(self, node: fx.Node) -> bool:
         """Operations come in the order of the pass, so what one of them overwrites is read by none that follows."""
-        if not isinstance(node.target, Overwriting):
+        if self.flow.copies or not isinstance(node.target, Overwriting):
             return False
         changed = node.target.changed(node)
         edge = changed, node
@@ -146,7 +178,7 @@ class _Again:
     def _listen(self, call: fx.Node) -> None:
         for i, t in enumerate(floating(self.values[call])):
             if t.requires_grad:
-                t.register_hook(partial(self._hear, (call, i)))
+                self._hooks.append(t.register_hook(partial(self._hear, (call, i))))
                 self._watched.append(get_gradient_edge(t))  # t may be overwritten
 
     def _hear(self, place: tuple[fx.Node, int], h: Tensor) -> None:
@@ -160,36 +192,45 @@ class _Again:
         if roots and self._watched:
             outputs, adjoints = zip(*roots, strict=True)
             torch.autograd.grad(outputs, self._watched, adjoints, allow_unused=True)
-        self._watched, self.values = [], {}  # their hooks hold on to this, and nobody would find the circle
+
+    def close(self) -> None:
+        """Hooks hold on to this, and nobody would find the circle."""
+        self._watched, self._wanted, self.values = [], [], {}
+        for hook in self._hooks:
+            hook.remove()
 
     def odd_output(self) -> str | None:
         ends = ((self.flow.outputs[i], D) for i, D in arrived(self.this.D).items())
         same = all(node is None or D.is_of(self.values[node]) for node, D in ends)
         return None if same else "the output"
 
-    def odd_player(self, records: Mapping[fx.Node, Record]) -> str | None:
+    def odd_player(self, players: Mapping[fx.Node, Seen]) -> str | None:
         """The first player that read, or was told, something else than in the pass itself, by more than rounding."""
-        for call, record in records.items():
-            if record.opaque or any(reading.overwritten for reading in record.readings.values()):
+        for call, (readings, record) in players.items():
+            if (record is not None and record.opaque) or any(reading.overwritten for reading in readings.values()):
                 continue  # then it is not known what it read
-            if not (self._same_inputs(call, record) and self._same_adjoints(call, record)):
+            if not (self._same_inputs(call, readings) and self._same_adjoints(call, record)):
                 return repr(name_of(call))
         return None
 
-    def _same_inputs(self, call: fx.Node, record: Record) -> bool:
-        pairs = ((seen, self.readings.get((call, i))) for i, seen in record.readings.items())
+    def _same_inputs(self, call: fx.Node, readings: Mapping[int, Reading]) -> bool:
+        pairs = ((seen, self.readings.get((call, i))) for i, seen in readings.items())
         return all(found is None or seen.agrees(found) for seen, found in pairs)  # what needs no gradient is not read
 
-    def _same_adjoints(self, call: fx.Node, record: Record) -> bool:
-        for i, (dtype, seen) in record.sizes.items():
+    def _same_adjoints(self, call: fx.Node, record: Record | None) -> bool:
+        for i, (dtype, seen) in ({} if record is None else record.sizes).items():
             found = self.sizes.get((call, i), torch.zeros_like(seen[0]))
             if len(seen) == 1 and not same_size(found, seen[0], dtype):
                 return False
         return True
 
 
-def records_of(flow: Flow, this: Pass, records: Iterable[Record]) -> dict[fx.Node, Record]:
-    """Of the calls of players in a pass."""
+def seen_in(flow: Flow, this: Pass, records: Iterable[Record]) -> dict[fx.Node, Seen]:
+    """Of the calls of players in a pass, those that somebody was asked about."""
     by_call = {(r.name, r.occurrence): r for r in records if r.origin is this}
-    found = {call: by_call.get((name_of(call), n)) for call, n in occurrences(flow).items()}
-    return {call: record for call, record in found.items() if record is not None}
+    found = {}
+    for call, n in occurrences(flow).items():
+        record, readings = by_call.get((name_of(call), n)), this.read_by(name_of(call), n)
+        if record is not None or readings:
+            found[call] = Seen(readings if record is None else {**record.readings, **readings}, record)
+    return found
