@@ -202,6 +202,8 @@ class Forms:
 
     def _parts(self, shelf: Shelf) -> dict[int, tuple[slice, ...]]:
         """Of these parameters, what their columns are kept of where that is not all."""
+        if self.folded is not None:  # columns of earlier passes are whole
+            return {}
         parts = {i: self._part(*uses) for i, uses in enumerate(_uses(shelf)) if len(uses) == 1}
         return {i: part for i, part in parts.items() if part}
 

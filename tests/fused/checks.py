@@ -52,6 +52,7 @@ def test_a_step(curvature: str, feedback: str, momentum: str, decay: str) -> Non
         {"maximize": True, "feedback": "nonlinear"},
         {"players": 3, "weight_decay": 0.1},
         {"eps": 0.0},
+        {"eps": 0.0, "bias_correction": False},
         {"decay": 0.0},
         {"clamp": False},
         {"clamp": False, "feedback": "nonlinear", "gauss_newton": 0.3},
@@ -232,6 +233,20 @@ def test_a_loss_that_is_a_sum() -> None:
         opt.step()
         found.append([values(model), opt.diagnostics.s, opt.diagnostics.predicted_change])
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_that_are_hardly_there() -> None:
+    """Squares of some are zero, and 0/0 is no step."""
+    found = []
+    for fused in (False, True):
+        p = nn.Parameter(torch.zeros(6, device=DEVICE))
+        opt = OCNOpt([p], lr=1.0, eps=0.0, fused=fused)
+        for _ in range(2):
+            p.grad = torch.tensor([0.0, 1e-25, 1e-22, 1e-20, 1e-19, 1e-3], device=DEVICE)
+            opt.step()
+        found.append(p.detach())
+    assert 0 < -found[0][2] < 1e-2
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=0)
 
 
 def test_state_of_more_digits() -> None:

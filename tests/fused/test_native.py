@@ -18,6 +18,7 @@ from tests.fused.checks import (  # noqa: F401
     test_a_second_pass_that_fails_leaves_no_trace,
     test_a_step,
     test_gradients_in_another_order,
+    test_gradients_that_are_hardly_there,
     test_options,
     test_parameters_that_act_apart,
     test_rates_by_group_and_on_the_device,
@@ -60,6 +61,25 @@ def test_parts_of_gradients(acted: list[NativeActor], curvature: str, feedback: 
     kinds = {tuple(row[:2]) for actor in acted for row in actor.lines.table.tolist()}
     assert {(1, 1), (9, 4), (9, 1)} <= kinds
     torch.testing.assert_close(ours, plain, rtol=5e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+@pytest.mark.parametrize(("kernel", "side"), [(3, 1), (5, 2), (3, 2)])
+def test_parts_of_gradients_after_earlier_passes(kernel: int, side: int, rank: int) -> None:
+    """Columns of these are whole."""
+    found = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(3, 5, kernel, padding=kernel // 2), nn.Tanh(), nn.Flatten(), nn.Linear(5 * side**2, 2)]
+        model = nn.Sequential(*layers)
+        opt = OCNOpt(model.parameters(), model=model, rank=rank, accumulate=2, lr=0.1, fused=fused)
+        for _ in range(2):
+            opt.zero_grad()
+            for seed in range(2):
+                model((1 + seed) * images(6, side)).square().mean().backward()
+            opt.step()
+        found.append([values(model), opt.diagnostics.kernels.K])
+    torch.testing.assert_close(found[1], found[0], rtol=5e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("outside", [False, True])

@@ -50,6 +50,15 @@ def test_numbers_in_another_order() -> None:
     assert Layout([p], chunk=4).table([torch.zeros(3, 4)], [p], [torch.zeros(3, 4)]) is not None
 
 
+def test_numbers_in_another_order_in_the_same_place() -> None:
+    p, v, layout = torch.zeros(3, 3), torch.zeros(3, 3), Layout([torch.zeros(3, 3)], chunk=4)
+    assert layout.table([torch.zeros(3, 3)], [p], [v]) is not None
+    assert layout.still_there([0], [p])
+    assert not layout.still_there([0], [p.T])
+    assert layout.table([torch.zeros(3, 3)], [p], [v.T]) is None
+    assert layout.table([torch.zeros(3, 3)], [p], [v]) is not None
+
+
 def test_state_of_another_kind_or_size() -> None:
     p = torch.zeros(3, 4)
     assert Layout([p], chunk=4).table([p], [p], [torch.zeros(3, 4, dtype=torch.float64)]) is None

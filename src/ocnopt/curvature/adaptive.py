@@ -36,18 +36,13 @@ class Adaptive(Curvature):
         q, second_moment = bucket.force(a), bucket.zeros_like_parameters("second_moment")
         torch._foreach_mul_(second_moment, torch.rsub(bucket.ok, 1, alpha=1 - decay))
         torch._foreach_addcmul_(second_moment, q, q, value=1 - decay)
-        if corrected:
-            weight = bucket.moment.weight_of_average(decay)
-            if any(fresh):  # a statistic that starts late, after a change of curvature, is right at once
-                torch._foreach_mul_(
-                    [v for v, new in zip(second_moment, fresh, strict=True) if new], weight / (1 - decay)
-                )
-            diagonals = list(torch._foreach_div(second_moment, weight))
-            torch._foreach_sqrt_(diagonals)
-        else:
-            diagonals = list(torch._foreach_sqrt(second_moment))
+        weight = bucket.moment.weight_of_average(decay) if corrected else 1.0
+        if corrected and any(fresh):  # a statistic that starts late, after a change of curvature, is right at once
+            torch._foreach_mul_([v for v, new in zip(second_moment, fresh, strict=True) if new], weight / (1 - decay))
+        diagonals = list(torch._foreach_div(second_moment, weight))
+        if not eps:  # 0/0 is no step
+            torch._foreach_clamp_min_(diagonals, torch.finfo(bucket.ok.dtype).tiny)
+        torch._foreach_sqrt_(diagonals)
         if eps:
             torch._foreach_add_(diagonals, eps)
-        else:  # 0/0 is no step
-            torch._foreach_clamp_min_(diagonals, torch.finfo(bucket.ok.dtype).tiny)
         return DiagonalMetric(diagonals)

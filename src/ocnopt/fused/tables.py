@@ -23,6 +23,16 @@ class Table(NamedTuple):
     aligned: bool  # do all begin at multiples of 16 bytes, so that four numbers can be fetched at a time?
 
 
+class Others(NamedTuple):
+    """What a table says of parameters and state."""
+
+    addresses: list[list[int]]
+    orders: list[Order]
+    sent: Tensor  # the addresses
+    order: Order | None  # the same for all, and with nothing between numbers
+    aligned: bool
+
+
 class Addresses:
     """Where some tensors are, on the device: mostly where they were a step before."""
 
@@ -86,7 +96,7 @@ class Layout:
         self.chunks = sent(rows, self.device)  # [chunks, 3]: parameter, which chunk of it, where the parameter ends
         self.firsts = sent(self.ends, self.device)
         self._decays: tuple[list[float], Tensor] | None = None
-        self._others: tuple[list[list[int]], Tensor, Order | None, bool] | None = None
+        self._others: Others | None = None
         self._grads: tuple[list[int], Tensor] | None = None
         self._of_graphs, self._of_columns = Addresses(self.device), Addresses(self.device)
 
@@ -117,20 +127,21 @@ class Layout:
         state is not of float32.
         """
         addresses = [[*map(Tensor.data_ptr, column or ())] for column in others]
-        if self._others is None or self._others[0] != addresses or self._others[2] != _order(others[0] or ()):
+        orders = [_order(column or ()) for column in others]
+        if self._others is None or self._others[:2] != (addresses, orders):
             rows = [row or [0] * self.width for row in addresses]
             aligned = not any(address % 16 for row in rows for address in row)
-            self._others = addresses, sent(rows, self.device), self._order(*others), aligned
+            self._others = Others(addresses, orders, sent(rows, self.device), self._order(*others), aligned)
         return self.again(grads)
 
     def again(self, grads: Sequence[Tensor]) -> Table | None:
         """The last one, with other gradients."""
         assert self._others is not None
-        _, theirs, order, aligned = self._others
-        if order != _order(grads):
+        theirs = self._others.sent
+        if self._others.order != _order(grads):
             return None
         mine = [*map(Tensor.data_ptr, grads)]
-        aligned = aligned and not any(address % 16 for address in mine)
+        aligned = self._others.aligned and not any(address % 16 for address in mine)
         if whole_step.capturing() and not whole_step.pointing():
             found = self._of_graphs.of(mine)
         else:
@@ -140,16 +151,18 @@ class Layout:
         return None if found is None else Table(found, theirs, aligned)
 
     def still_there(self, index: Sequence[int], params: Sequence[Tensor]) -> bool:
-        """Are these parameters where the last table says?"""
+        """Are these parameters where the last table says, and as it says?"""
         assert self._others is not None
-        return all(self._others[0][0][i] == p.data_ptr() for i, p in zip(index, params, strict=True))
+        addresses, (_, strides) = self._others.addresses[0], self._others.orders[0]
+        pairs = zip(index, params, strict=True)
+        return all((addresses[i], strides[i]) == (p.data_ptr(), p.stride()) for i, p in pairs)
 
     def columns(self, columns: Sequence[Tensor]) -> tuple[Tensor, bool] | None:
         """The addresses of group gradients, ``[r, *shape]``, that are one after another, each in the order of its
         parameter, and whether all are aligned; ``None`` where they are not.
         """
         assert self._others is not None
-        sizes, strides = self._others[2] or ([], [])
+        sizes, strides = self._others.order or ([], [])
         numbers = [size.numel() for size in sizes]
         orders = [(G.dtype, G.shape[1:], G.stride()) for G in columns]
         if orders != [(torch.float32, s, (n, *t)) for s, n, t in zip(sizes, numbers, strides, strict=True)]:

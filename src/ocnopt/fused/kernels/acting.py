@@ -18,8 +18,9 @@ def _weight_of_average(clock, log_rate):
 
 @triton.jit
 def _diagonal(v, weight, eps):
-    """√(v / weight) + ε; 0/0 is no step."""
-    return tl.maximum(tl.sqrt(v / weight) + eps, _TINY)
+    """√(v / weight) + ε; 0/0 is no step, and NaN goes on."""
+    mean = v / weight
+    return tl.sqrt(tl.where(mean < _TINY, _TINY, mean)) + eps
 
 
 @triton.jit(do_not_specialize=["n", "total"])
