@@ -21,9 +21,9 @@ def images(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(params=ways.Way, ids=lambda way: way.name)
+@pytest.fixture(params=[way for way in ways.Way if way is not ways.Way.TAPS], ids=lambda way: way.name)
 def _every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ways to form group gradients, whatever the rule of thumb would choose."""
+    """All ways to form group gradients, whatever the rule of thumb would choose; of float64."""
     monkeypatch.setattr(conv, "way", lambda *_: request.param)
 
 

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from ocnopt.fused.native import taps
 from ocnopt.groups import Groups
 from ocnopt.layers import outer, shifts, windows
 from ocnopt.layers.affine import Affine
 from ocnopt.layers.base import Call, KroneckerInputs, outer_sum
 from ocnopt.layers.registry import register
 from ocnopt.layers.shifts import Axis
-from ocnopt.layers.ways import Way, way
+from ocnopt.layers.ways import Way, suits_taps, way
 from ocnopt.layers.windows import Sight
 
 #: where a call keeps its windows, those of some taps or of all
@@ -97,14 +98,24 @@ class Conv(Affine):
 
     def weight_gradients(self, call: Call, groups: Groups) -> Tensor:
         chosen = self._way(call, groups)
-        if chosen is Way.WINDOWS:
+        if chosen in (Way.WINDOWS, Way.TAPS):
             return super().weight_gradients(call, groups)
         return _weight_gradients(_conv(call), *self._geometry(call), groups, chosen is Way.FOLDED)
 
     def weight_part_gradients(self, call: Call, groups: Groups) -> Tensor:
-        if self._way(call, groups) is Way.WINDOWS:
-            return super().weight_part_gradients(call, groups)
-        return self.weight_gradients(call, groups)[:, *self.weight_part(call)]
+        match self._way(call, groups):
+            case Way.WINDOWS:
+                return super().weight_part_gradients(call, groups)
+            case Way.TAPS:
+                return self._gradients_by_tap(call, groups)
+            case _:
+                return self.weight_gradients(call, groups)[:, *self.weight_part(call)]
+
+    def _gradients_by_tap(self, call: Call, groups: Groups) -> Tensor:
+        module, (x, h) = _conv(call), outer.operands(call)
+        x, padding = _padded(module, x)
+        axes = _axes(module, x, padding, h.shape[2:])
+        return taps.gradients(x, h, axes, self._sight(call) or windows.everything(axes), groups)
 
     def weight_gram(self, call: Call) -> Tensor:
         axes, (x, h) = self._geometry_of(call), outer.operands(call)
@@ -130,6 +141,9 @@ class Conv(Affine):
             return Way.WINDOWS
         layer, positions = _conv(call), self.sizes(call)[0]
         strided = any(step > 1 for step in layer.stride)
+        plain = layer.groups == 1 and not layer.transposed
+        if plain and suits_taps(groups, call.x.shape, call.h.shape) and taps.fit(*outer.operands(call)):
+            return Way.TAPS
         return way(call.h.device.type, groups, positions, _shape(layer), layer.groups, strided)
 
     def _geometry(self, call: Call) -> tuple[Tensor, Tensor, list[int], list[int]]:

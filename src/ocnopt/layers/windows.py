@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 from typing import NamedTuple
 
@@ -25,6 +25,10 @@ class Sight(NamedTuple):
 
     taps: tuple[slice, ...]  # by axis of space
     pads: tuple[int, ...]  # in the order of ``F.pad``, the last axis first; less than none is cut off afterwards
+
+    @property
+    def ranges(self) -> tuple[range, ...]:
+        return tuple(range(taps.start, taps.stop) for taps in self.taps)
 
     @property
     def kernel(self) -> list[int]:
@@ -76,6 +80,22 @@ def windows(x: Tensor, axes: tuple[Axis, ...], blocks: int, seen: Sight | None =
         x = x.unfold(dim, axis.dilation * (n - 1) + 1, axis.stride)[..., :: axis.dilation]
     x = x.unflatten(1, (blocks, -1)).movedim(2, 2 + space)  # [B, blocks, *positions, channels, *kernel]
     return x.flatten(2 + space).flatten(2, 1 + space)
+
+
+@lru_cache(maxsize=256)
+def seen_by_tap(axes: tuple[Axis, ...], taps: tuple[range, ...]) -> tuple[Tensor, Tensor]:
+    """``[pairs, 2]``: from which positions a tap sees which pixels, one tap after another; ``[taps + 1]``: where those
+    of each begin.
+    """
+    found = []
+    for chosen in product(*taps):
+        pairs = torch.zeros(1, 2, dtype=torch.int32, device="cpu")
+        for axis, tap in zip(axes, chosen, strict=True):
+            places = torch.tensor(_pixels(axis, tap), dtype=torch.int32, device="cpu").reshape(-1, 2)
+            size = torch.tensor([axis.positions, axis.size], dtype=torch.int32, device="cpu")
+            pairs = (pairs[:, None] * size + places).flatten(0, 1)
+        found.append(pairs)
+    return torch.cat(found), torch.tensor([*accumulate(map(len, found), initial=0)], device="cpu")
 
 
 def gram(x: Tensor, h: Tensor, axes: tuple[Axis, ...], blocks: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from ctypes import CDLL, POINTER, Structure, c_float, c_int64, c_void_p
 from functools import cache
 from threading import Lock
@@ -14,7 +15,7 @@ from ocnopt.fused.native import build
 
 
 class Shelf(Structure):
-    """``Shelf`` of kernels.c."""
+    """``Shelf`` of acting.c."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("chunks", "grads", "thetas", "momenta", "moments", "columns", "lines")),
@@ -25,12 +26,22 @@ class Shelf(Structure):
 
 
 class Act(Structure):
-    """``Act`` of kernels.c."""
+    """``Act`` of acting.c."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("w", "taken")),
         *((name, c_float) for name in ("mu", "intake", "players", "stride", "rate")),
         *((name, c_int64) for name in ("again", "ahead", "move", "carry")),
+    )
+
+
+class Taps(Structure):
+    """``Taps`` of taps.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "h", "pairs", "taps", "samples", "gradients")),
+        *((name, c_int64) for name in ("pixels", "positions", "wide", "high", "inputs", "outputs")),
+        *((name, c_int64) for name in ("kernel", "groups", "threads")),
     )
 
 
@@ -49,8 +60,12 @@ def _library() -> CDLL | str:
         found = build.load()
         found.ocnopt_look.argtypes = POINTER(Shelf), c_int64, c_float, c_void_p, c_void_p, c_int64
         found.ocnopt_act.argtypes = POINTER(Shelf), POINTER(Act), c_int64, c_int64
+        found.ocnopt_taps.argtypes = (POINTER(Taps),)
         found.ocnopt_look.restype, found.ocnopt_act.restype = c_int64, None
+        found.ocnopt_taps.restype, found.ocnopt_lanes.restype = None, c_int64
     except build.Unavailable as why:
+        if isinstance(why, build.Failed):
+            warnings.warn(f"{why}; OCNOpt goes on without them, more slowly", RuntimeWarning, stacklevel=2)
         return str(why)
     return found
 

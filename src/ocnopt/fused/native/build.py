@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-SOURCE = Path(__file__).with_name("kernels.c")
+SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 
 #: NaN and infinity are what they always are
 FLAGS = (
@@ -43,6 +43,10 @@ class Unavailable(Exception):
     """Why there are no kernels."""
 
 
+class Failed(Unavailable):
+    """Something that should have built them did not."""
+
+
 def load() -> ctypes.CDLL:
     """The library, from the cache of the user or built; without a cache that can be trusted, in a folder that is gone
     afterwards.
@@ -53,17 +57,23 @@ def load() -> ctypes.CDLL:
         compilers = _compilers()
         folder = _cache_folder()
         kept = None if folder is None else folder / f"kernels-{_key(compilers)}.so"
-        if kept is not None and _is_whole(kept):
-            with suppress(OSError):  # nothing may be executed there
-                return ctypes.CDLL(str(kept))
+        found = _kept(kept)
+        if found is not None:
+            return found
         with TemporaryDirectory(prefix="ocnopt-") as scratch:
             made = _built(compilers, Path(scratch))
-            found = ctypes.CDLL(str(made))
             if kept is not None:
                 _keep(made, kept)
-            return found
+            return _kept(kept) or ctypes.CDLL(str(made))
     except (OSError, ValueError) as error:
-        raise Unavailable(f"kernels for a CPU cannot be built: {error}") from error
+        raise Failed(f"kernels for a CPU cannot be built: {error}") from error
+
+
+def _kept(path: Path | None) -> ctypes.CDLL | None:
+    if path is not None and _is_whole(path):
+        with suppress(OSError):  # nothing may be executed there
+            return ctypes.CDLL(str(path))
+    return None
 
 
 def _compilers() -> list[list[str]]:
@@ -77,7 +87,7 @@ def _compilers() -> list[list[str]]:
 def _built(compilers: list[list[str]], scratch: Path) -> Path:
     made, reasons = scratch / "kernels.so", list[str]()
     for command in _commands(compilers):
-        full = [*command, str(SOURCE), "-o", str(made), "-lm"]
+        full = [*command, *(str(path) for path in SOURCES if path.suffix == ".c"), "-o", str(made), "-lm"]
         try:
             quiet = {"stdin": subprocess.DEVNULL, "capture_output": True, "errors": "replace"}
             done = subprocess.run(full, check=False, timeout=60, **quiet)  # type: ignore[call-overload]
@@ -89,7 +99,7 @@ def _built(compilers: list[list[str]], scratch: Path) -> Path:
             return made
         said = done.stderr.strip().splitlines() or ["it does not say why"]
         reasons.append(f"{command[0]}: {said[0]}")
-    raise Unavailable(f"kernels for a CPU cannot be built: {reasons[0]}")
+    raise Failed(f"kernels for a CPU cannot be built: {reasons[0]}")
 
 
 def _commands(compilers: list[list[str]]) -> Iterator[list[str]]:
@@ -101,7 +111,9 @@ def _commands(compilers: list[list[str]]) -> Iterator[list[str]]:
 def _keep(made: Path, kept: Path) -> None:
     """For processes to come. Those that do it at the same time do not meet: each puts a whole file there."""
     with suppress(OSError), TemporaryDirectory(dir=kept.parent) as beside:
-        Path(shutil.copy(made, beside)).replace(kept)
+        whole = Path(shutil.copy(made, beside))
+        whole.chmod(0o700)  # whatever the system lets others do
+        whole.replace(kept)
 
 
 def _sealed(library: bytes) -> bytes:
@@ -144,5 +156,5 @@ def _key(compilers: list[list[str]]) -> str:
         lines = []
     processor = sorted({line for line in lines if line.startswith(_FEATURES)})
     command = [os.uname().machine, *(" ".join(each) for each in _commands(compilers))]
-    facts = [SOURCE.read_bytes(), *map(os.fsencode, command), *processor]
+    facts = [*(path.read_bytes() for path in SOURCES), *map(os.fsencode, command), *processor]
     return hashlib.sha256(b"\n".join(facts)).hexdigest()[:16]

@@ -19,7 +19,7 @@ from ocnopt.fused.tables import laid_out
 from ocnopt.gradients import Columns
 from ocnopt.layers.base import spread
 
-#: as that of kernels.c: of longer lines all of a gradient is laid out
+#: as that of acting.c: of longer lines all of a gradient is laid out
 BLOCK = 512
 
 #: what there is of each dimension, and how much of it has a gradient

@@ -4,14 +4,13 @@
 
 #include <float.h>
 #include <math.h>
-#include <stdint.h>
-#include <string.h>
+
+#include "vectors.h"
 
 enum {
     BLOCK = 512,    /* numbers that stay next to a core; they are added up in few digits, and blocks in many */
     WIDE = 4096,    /* of whole lines of them; none is longer than a block */
-    MOST = 8,       /* groups of samples */
-    FEW = 1 << 15   /* numbers that are not worth another thread (nor can a process have any that was forked) */
+    MOST = 8        /* groups of samples */
 };
 
 typedef struct {
@@ -51,8 +50,6 @@ typedef struct {
     float coupled, decoupled;        /* γ */
 } Range;
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 static int64_t rounded_up(int64_t n, int64_t line) { return (n + line - 1) / line * line; }
 
 /* A line belongs to the chunk that it begins in. */
@@ -75,9 +72,6 @@ static int threads_for(const Shelf *shelf, int64_t first, int64_t count) {
 
 /* γθ. Where there is no γ, θ need be no number. */
 static inline float decayed(float gamma, float theta) { return gamma != 0 ? gamma * theta : 0; }
-
-/* Is compiled for each combination of the constants that it is called with. */
-#define SPECIALISED static inline __attribute__((always_inline)) void
 
 /* v as it is going to be in this step: q is the gradient of the Bellman objective. */
 static inline float moment(const Shelf *shelf, float v, float q) {
@@ -125,16 +119,7 @@ static void look_at_all(const Shelf *shelf, float cost, Range r, double *sums) {
 #undef CASE
 }
 
-/* As wide as the registers of the processor are. */
-#if defined(__AVX512F__)
-typedef float Vector __attribute__((vector_size(64)));
-#elif defined(__AVX__)
-typedef float Vector __attribute__((vector_size(32)));
-#else
-typedef float Vector __attribute__((vector_size(16)));
-#endif
 enum {
-    LANES = sizeof(Vector) / sizeof(float),
     SIDE = 3,                                        /* of a tile of products, all of which stay in registers */
     ROWS = (1 + MOST + SIDE - 1) / SIDE * SIDE
 };
