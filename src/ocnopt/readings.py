@@ -233,6 +233,8 @@ class Waiting:
                 else:
                     alike.setdefault((pair.x.device, pair.x.dtype, pair.y.dtype), []).append((reading, pair))
             for group in alike.values():
+                # in whatever order they came: for a graph everything is laid out by a pass before
+                group.sort(key=lambda each: (each[1].x.numel(), each[1].rows))
                 pairs = [pair for _, pair in group]
                 numbers = dots.dots(pairs)
                 shared, places = None if numbers is None else Products(numbers), dots.places(pairs)

@@ -185,6 +185,26 @@ def test_a_product_that_waits_is_formed_when_it_is_asked_for() -> None:
     assert kept == [None, None]
 
 
+def test_they_are_laid_out_alike_in_whatever_order_they_come() -> None:
+    """For a graph, which can lay out nothing, by the pass before."""
+    tensors, count = [torch.randn(n, 3, device=DEVICE) for n in (4, 6, 2)], len(dots._plans._known)
+    for order in ((0, 1, 2), (2, 0, 1)):
+        waiting, found = readings.Waiting(), [readings.Reading(tensors[i], None) for i in order]
+        leaf = torch.zeros((), device=DEVICE, requires_grad=True)
+
+        def hook(_: Tensor, waiting: readings.Waiting = waiting, found: list[readings.Reading] = found) -> None:
+            for reading in found:
+                assert reading._tensor is not None
+                reading.arrive(torch.ones_like(reading._tensor), last=True, waiting=waiting)
+
+        leaf.register_hook(hook)
+        leaf.backward()
+        for i, reading in zip(order, found, strict=True):
+            assert reading.before is not None
+            torch.testing.assert_close(reading.before, tensors[i].sum(), rtol=1e-5, atol=1e-5)
+    assert len(dots._plans._known) == count + 1
+
+
 def test_what_is_overwritten_while_it_waits() -> None:
     waiting, e = readings.Waiting(), torch.randn(4, 6, device=DEVICE)
     first, second = (readings.Reading(t, None) for t in (e, e.clone()))

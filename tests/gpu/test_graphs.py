@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import ocnopt
+from ocnopt import whole_step
 from ocnopt.curvature import beside
+from ocnopt.fused import dots
+from ocnopt.lab.models.resnet import resnet18
 
 pytestmark = [
     pytest.mark.gpu,
@@ -226,6 +229,27 @@ def test_schedules(kind: str, first: str) -> None:
         ours_on(i)
         theirs_on(i)
     assert (step.reason, step.captures) == (None, 1)
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+def test_inner_products_are_formed_together(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing can be laid out anew, though adjoints may come in another order than before."""
+    asked, real = [], dots.dots
+
+    def noted(pairs: Sequence[dots.Pair]) -> Tensor | None:
+        found = real(pairs)
+        asked.append((whole_step.capturing(), found is not None))
+        return found
+
+    monkeypatch.setattr(dots, "dots", noted)
+    model = built(lambda: resnet18((1, 16, 16), 3), torch.float32)
+    opt = ocnopt.OCNOpt(model.parameters(), model=model, curvature="identity", feedback="nonlinear", rank=rank)
+    x, y = torch.randn(16, 1, 16, 16, device="cuda"), torch.randint(3, (16,), device="cuda")
+    step = ocnopt.graphed_step(model, cross_entropy, opt, (x, y))
+    for _ in range(5):
+        step(x, y)
+    assert (step.reason, step.captures) == (None, 1)
+    assert {each for each in asked if each[0]} == {(True, True)}
 
 
 @pytest.mark.parametrize(

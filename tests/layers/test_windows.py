@@ -55,6 +55,15 @@ def test_outside_of_its_part_a_weight_has_no_gradient(call: Call, way: Way, rank
             assert expected["weight"].select(axis, edge).abs().sum() > 0
 
 
+def test_elsewhere_than_on_a_cpu_gradients_are_whole() -> None:
+    layer, x = nn.Conv2d(2, 4, 3, padding=1), torch.randn(5, 2, 1, 1)
+    call, adapter = call_of(layer, x), adapter_of(layer)
+    assert adapter.parts(call)
+    there = Call(layer, (call.x.to("meta"),), {}, call.h.to("meta"))
+    assert not adapter.parts(there)
+    assert adapter.part_gradients(there, Groups(5, 2))["weight"].shape == (2, 4, 2, 3, 3)
+
+
 @settings(max_examples=40, deadline=None)
 @given(calls())
 def test_what_some_taps_see(call: Call) -> None:
