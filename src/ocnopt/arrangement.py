@@ -10,7 +10,7 @@ from torch import nn
 from ocnopt.capture import Tape
 from ocnopt.distributed import World
 from ocnopt.games.alignment import Aligner, rules_of
-from ocnopt.games.flow import Flow, is_due
+from ocnopt.games.flow import Flow
 from ocnopt.games.game import Game, Round
 from ocnopt.games.live import Live
 from ocnopt.games.replay import Disagreement
@@ -156,8 +156,7 @@ class Arrangement:
             return None, "an output of the model was overwritten in place after the pass"
         try:
             live = None if flow.fixed else Live(placed, tape, this, part)
-            # where it was due and could not be verified, the next use is
-            flow.uses += not is_due(flow) or live is None or live.verified
+            flow.uses += live is None or live.done
         except Disagreement as error:
             live, flow.fixed = None, str(error)
         except Exception as error:  # whatever its operations object to, the step goes on

@@ -161,20 +161,29 @@ class Reading:
         """Was the tensor changed in place before the backward pass came by, so that nothing can be told?"""
         return self._spoilt or (self._tensor is not None and self._tensor._version != self._version)
 
-    def is_of(self, again: Tensor) -> bool:
-        """Is that the tensor which was read, as far as the product tells?"""
+    def is_of(self, again: Tensor) -> bool | None:
+        """Is that the tensor which was read, as far as the product tells? ``None``: it is no number."""
         assert self.adjoint is not None
-        size = product(self.adjoint, self.adjoint) * product(again, again)
+        assert self.before is not None
+        own, before = product(self.adjoint, self.adjoint), self.before.sum()
+        if not _are_numbers(own, before):
+            return None
+        size = own * product(again, again)
         return bool(self.change(again).sum().abs() <= tolerance(self._dtype) * size.sqrt() + 1e-30)
 
-    def agrees(self, other: Reading) -> bool:
-        """Are both of the same tensor and adjoint, as far as products tell? The other must have been sized."""
+    def agrees(self, other: Reading) -> bool | None:
+        """Are both of the same tensor and adjoint, as far as products tell? The other must have been sized. ``None``:
+        they are no numbers.
+        """
         size, theirs = self._size, other._size
         if other._sizes is None or self.before is None or other.before is None:
-            return not bool(size) and not bool(theirs)
-        gap, within = (self.before.sum() - other.before.sum()).abs(), tolerance(self._dtype)
+            return not bool(size) and not bool(theirs) if _are_numbers(size) else None
+        before = self.before.sum()
+        if not _are_numbers(size, before):
+            return None
+        gap, within = (before - other.before.sum()).abs(), tolerance(self._dtype)
         same_product = gap <= within * (theirs * other._sizes[1]).sqrt() + 1e-30
-        return same_size(size, theirs, self._dtype) and bool(same_product)
+        return bool(same_size(size, theirs, self._dtype)) and bool(same_product)
 
     @property
     def _size(self) -> Tensor:
@@ -247,9 +256,16 @@ def tolerance(dtype: torch.dtype) -> float:
     return {torch.float64: 1e-6, torch.float32: 1e-3}.get(dtype, 5e-2)
 
 
-def same_size(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Of two sums of squares."""
+def same_size(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool | None:
+    """Of two sums of squares. ``None``: what is expected is no number."""
+    if not _are_numbers(expected):
+        return None
     return bool((found - expected).abs() <= 2 * tolerance(dtype) * expected + 1e-30)
+
+
+def _are_numbers(*sums: Tensor) -> bool:
+    """Neither too large nor NaN."""
+    return all(bool(each.isfinite()) for each in sums)
 
 
 def arrived(readings: Mapping[K, Reading]) -> dict[K, Reading]:

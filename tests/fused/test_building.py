@@ -176,6 +176,15 @@ def test_a_compiler_that_does_not(compiler: str, why: str, monkeypatch: pytest.M
         _said(why)
 
 
+def test_a_compiler_that_fails_is_asked_once(anew: Callable[[], str | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by who turns warnings into errors, as these tests do."""
+    monkeypatch.setenv("CC", "false")
+    with pytest.raises(RuntimeWarning, match="OCNOpt goes on without them"):
+        anew()
+    _not_again(monkeypatch)
+    assert binding.why_not(torch.float32) is not None
+
+
 @pytest.mark.usefixtures("anew")
 def test_a_compiler_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(command: list[str], **_: Any) -> None:

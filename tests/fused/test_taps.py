@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.layers.oracle import adapter_of, brute_force, call_of
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from ocnopt import OCNOpt
 from ocnopt.fused.native import binding, taps
@@ -104,6 +105,15 @@ def test_many_threads_add_up_in_the_same_order(threads: int, by_tap: list[Tensor
     assert all(torch.equal(each, by_tap[0]) for each in by_tap)
 
 
+def test_another_device_by_default(by_tap: list[Tensor]) -> None:
+    call = call_of(nn.Conv2d(64, 8, 3, padding=1), torch.randn(6, 64, 4, 4))
+    with torch.device("meta"):
+        adapter_of(call.module).group_gradients(call, Groups(6, 4))
+    assert len(by_tap) == 1
+    check(call, Groups(6, 4))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_what_is_left_to_libraries(by_tap: list[Tensor]) -> None:
     """Groups of channels, other precisions, transposed convolutions, and gradients that are differentiated again."""
     image = torch.randn(4, 4, 5, 5)
@@ -116,6 +126,14 @@ def test_what_is_left_to_libraries(by_tap: list[Tensor]) -> None:
     G = adapter_of(call.module).group_gradients(call, Groups(4, 2))["weight"]
     G.square().sum().backward()
     assert call.h.grad is not None
+
+    def of(h: Tensor) -> Tensor:
+        return adapter_of(layers[0]).group_gradients(Call(call.module, call.args, {}, h), Groups(4, 2))["weight"]
+
+    with forward_ad.dual_level():
+        dual = of(forward_ad.make_dual(call.h.detach(), torch.ones_like(call.h)))
+        assert forward_ad.unpack_dual(dual).tangent is not None
+    torch.vmap(of)(call.h.detach()[None])
     assert not by_tap
 
 

@@ -163,6 +163,86 @@ def test_a_bad_batch_says_nothing_about_the_data_flow(at: int) -> None:
     assert flow.uses == at + 1
 
 
+class Counting(nn.Linear):
+    """Does something else at each call."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, z: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(z) * (3.0 if self.calls % 2 else 1.0)
+
+
+class Alternating(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = Counting()
+
+    def block(self, z: Tensor) -> Tensor:
+        z = 1.0 * z
+        z += self.c(torch.tanh(self.a(1.0 * z)))
+        return z
+
+
+class Hidden(Alternating):
+    """Of an output that is not finite nothing can be told; of the others it can."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)
+        return torch.cat([out, out[:, :1].masked_fill(torch.tensor(True), -torch.inf)], 1)
+
+
+@pytest.mark.parametrize("net", [Alternating, Hidden])
+def test_who_gives_other_numbers_is_not_asked_twice(net: Any) -> None:
+    model, opt = make(net, lr=0.1)
+    train(model, opt, 1)
+    assert "give other numbers" in (opt.game.why_accumulated or "")
+    assert model.c.calls == 3  # the pass, the look at it, and the second pass
+
+
+class Masked(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)
+        return torch.cat([out, out[:, :1].masked_fill(torch.tensor(True), -torch.inf)], 1)
+
+
+def test_outputs_that_are_not_finite() -> None:
+    model, opt = make(Masked, lr=0.1)
+    assert train(model, opt, 4) == [False, False, True, True]
+    assert opt.game.why_accumulated is None
+
+
+@pytest.mark.parametrize("scale", [1e20, 1e25])
+def test_squares_that_are_too_large(scale: float) -> None:
+    """Of adjoints that are not."""
+    model, _ = make(Net, lr=0.1)
+    model.float()
+    opt = OCNOpt(model.parameters(), model=model, lr=0.1, feedback="nonlinear", curvature="identity")
+    for i in range(2):
+        x, y = data(i)
+        opt.zero_grad()
+        ((scale if i == 0 else 1.0) * cross_entropy(model(x.float()), y)).backward()
+        opt.step()
+        assert opt.game.why_accumulated is None
+
+
+def test_memory_that_runs_out_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def run(self: replay._Again, *_: Any) -> None:
+        tried.append(self)
+        self.has_overwritten = True
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(replay._Again, "run", run)
+    model, opt = make(Net, lr=0.1)
+    train(model, opt, 1)
+    assert len(tried) == 1
+    assert "none left" in (opt.game.why_accumulated or "")
+
+
 class Graph(Net):
     """A product with a sparse matrix, and something in place."""
 

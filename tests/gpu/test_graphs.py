@@ -231,6 +231,28 @@ def test_schedules(kind: str, first: str) -> None:
     assert (step.reason, step.captures) == (None, 1)
 
 
+class Overwriting(nn.Module):
+    """Is run again on its data flow at each step: of a stream that is overwritten there are no aliases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.a, self.b, self.head = (nn.Linear(*sizes) for sizes in ((16, 8), (8, 8), (8, 8), (8, 3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = 1.0 * torch.tanh(self.into(x.flatten(1)))
+        z += self.b(torch.tanh(self.a(1.0 * z)))
+        out: Tensor = self.head(z)
+        return out
+
+
+def test_a_data_flow_that_is_run_again() -> None:
+    """And waits for nothing, unless it is to be verified."""
+    pair = Pair(ocn(feedback="nonlinear"), Overwriting)
+    pair.train(batches())
+    pair.compare()
+    assert pair.step.reason is None
+
+
 @pytest.mark.parametrize("rank", [1, 4])
 def test_inner_products_are_formed_together(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing can be laid out anew, though adjoints may come in another order than before."""

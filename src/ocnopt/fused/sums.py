@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ocnopt import whole_step
 from ocnopt.fused import support
@@ -51,7 +52,7 @@ def total(G: Tensor) -> Tensor:
 
 
 def is_differentiated(t: Tensor) -> bool:
-    return t.requires_grad and torch.is_grad_enabled()
+    return (t.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0
 
 
 def starts_of(groups: Groups, device: torch.device) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from ocnopt.capture import Tape
 from ocnopt.games.edges import Edges, key_of
+from ocnopt.games.flow import is_due
 from ocnopt.games.game import Round
 from ocnopt.games.program import Call, Run
 from ocnopt.games.replay import replay
@@ -45,7 +46,8 @@ class Live:
         self.terms: dict[int, list[Term]] = defaultdict(list)  # by the slot of the source
         self._alive: list[tuple[int, Tensor]] = []  # the last stage of each term, and its part of s
         self._sum: Tensor | None = None  # of these
-        self.verified = not this.foreseen
+        # was the data flow verified, if that was due? One that was foreseen cannot be
+        self.done = not (this.foreseen and is_due(self.flow))
         self._run = Run(self.program, tape.model, tensors((this.args, this.kwargs)), this.draws)
         edges = placed.edges
         if this.watched is not None and edges.among(this.watched):
@@ -69,7 +71,7 @@ class Live:
         """What was not read while the first pass ran."""
         wanted = [*edges.into_players, *edges.into_operations]
         found = replay(self.flow, self.tape, self.this, wanted, self._batch)
-        self.verified = found.verified
+        self.done = found.done
         for (source, user), reading in found.readings:
             self._add(source, user, reading)
 

@@ -6,7 +6,7 @@ the live edges of any other are found: it costs as much as the pass itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import count
@@ -36,14 +36,15 @@ Place = tuple[fx.Node, int | fx.Node]
 
 class Replayed(NamedTuple):
     readings: list[tuple[Edge, Reading]]  # of edges that an adjoint arrives at
-    verified: bool  # is it known whether the data flow gives what the pass itself saw?
+    done: bool  # was the data flow verified, if that was due?
 
 
 class Seen(NamedTuple):
     """What the pass knows of a call of a player."""
 
     readings: Mapping[int, Reading]  # by input
-    record: Record | None
+    sizes: Mapping[int, tuple[torch.dtype, list[Tensor]]]  # of the adjoints at its outputs
+    opaque: bool
 
 
 def replay(flow: Flow, tape: Tape, this: Pass, edges: Sequence[Edge], batch: int | None) -> Replayed:
@@ -55,39 +56,23 @@ def replay(flow: Flow, tape: Tape, this: Pass, edges: Sequence[Edge], batch: int
     Args:
         batch: how many samples there are, where products are wanted sample by sample.
     """
-    try:
-        return _replay(flow, tape, this, edges, batch)
-    except Exception:
-        if flow.copies:
-            raise
-    # the pass may have overwritten what cannot be spared here, if what it saves for the backward pass is kept elsewhere
-    flow.copies = True
-    return _replay(flow, tape, this, edges, batch)
-
-
-def _replay(flow: Flow, tape: Tape, this: Pass, edges: Sequence[Edge], batch: int | None) -> Replayed:
-    assert this.environment is not None
-    finite = _is_finite(this)
-    looks = finite and (is_due(flow) or this.watched is not None)
+    looks = is_due(flow) or this.watched is not None
     players = seen_in(flow, this, tape.records) if looks and not this.foreseen else {}
     into_players = [(node, call) for call in players for node in arguments(call)]
-    quiet = without_backward_hooks(tape.model)
     again = _Again(flow, this, edges, into_players, batch)
-    with closing(again), tape.following(Rollout()), this.environment.repeated(), torch.enable_grad(), quiet:
-        again.forward(tape.model, players)
-        where = again.odd_output() if looks else None
-        again.backward()
-    where = where or again.odd_player(players)
-    if where is not None:
-        raise Disagreement(f"its operations, run again, give other numbers at {where}")
+    try:
+        again.run(tape, players, looks)
+    except (Disagreement, torch.OutOfMemoryError):
+        raise
+    except Exception:
+        if not again.has_overwritten:
+            raise
+        # the pass could, because what it saved for its backward pass is kept elsewhere
+        flow.copies, again = True, _Again(flow, this, edges, into_players, batch)
+        again.run(tape, players, looks)
     found = arrived(again.readings)
-    return Replayed([(edge, found[place]) for edge in edges for place in places(edge) if place in found], finite)
-
-
-def _is_finite(this: Pass) -> bool:
-    """Otherwise there is nothing to compare."""
-    numbers = [t for D in arrived(this.D).values() for t in (D.adjoint, D.before) if t is not None]
-    return all(bool(t.isfinite().all()) for t in numbers)
+    readings = [(edge, found[place]) for edge in edges for place in places(edge) if place in found]
+    return Replayed(readings, not is_due(flow) or (again.has_compared and not this.foreseen))
 
 
 def places(edge: Edge) -> list[Place]:
@@ -113,7 +98,21 @@ class _Again:
         self.values: dict[fx.Node, Any] = {}  # in the end, of the outputs
         self._watched: list[GradientEdge] = []
         self._hooks: list[RemovableHandle] = []  # on parameters, say, which a player may hand out
+        self.has_overwritten = False
+        self.has_compared = False  # has it turned out whether anything is what it was?
         self._wanted: list[Any] = []  # values that stay as they are: those of before the pass, and what is compared
+
+    def run(self, tape: Tape, players: Mapping[fx.Node, Seen], looks: bool) -> None:
+        """``looks``: at the outputs of the model, whether they are what they were; at ``players`` always."""
+        assert self.this.environment is not None
+        quiet = without_backward_hooks(tape.model)
+        with closing(self), tape.following(Rollout()), self.this.environment.repeated(), torch.enable_grad(), quiet:
+            self.forward(tape.model, players)
+            where = self.odd_output() if looks else None
+            self.backward()
+        where = where or self.odd_player(players)
+        if where is not None:
+            raise Disagreement(f"its operations, run again, give other numbers at {where}")
 
     def forward(self, model: nn.Module, players: Collection[fx.Node]) -> None:
         """``players``: at whose outputs to listen."""
@@ -142,8 +141,12 @@ class _Again:
         if self.flow.copies or not isinstance(node.target, Overwriting):
             return False
         changed = node.target.changed(node)
-        edge = changed, node
-        return edge not in self.kept and edge not in self.sized and is_alone(self.values[changed], self._wanted)
+        if (changed, node) in self.kept or (changed, node) in self.sized:
+            return False
+        others = (value for source, value in self.values.items() if source is not changed)
+        alone = is_alone(self.values[changed], (*self._wanted, *others))
+        self.has_overwritten = self.has_overwritten or alone
+        return alone
 
     def _reader(self, user: fx.Node) -> Callable[[fx.Node], Any]:
         """What gives a node the values that it asks for, one after another, or aliases of them."""
@@ -201,28 +204,34 @@ class _Again:
 
     def odd_output(self) -> str | None:
         ends = ((self.flow.outputs[i], D) for i, D in arrived(self.this.D).items())
-        same = all(node is None or D.is_of(self.values[node]) for node, D in ends)
+        same = self._are_same(D.is_of(self.values[node]) for node, D in ends if node is not None)
         return None if same else "the output"
 
     def odd_player(self, players: Mapping[fx.Node, Seen]) -> str | None:
         """The first player that read, or was told, something else than in the pass itself, by more than rounding."""
-        for call, (readings, record) in players.items():
-            if (record is not None and record.opaque) or any(reading.overwritten for reading in readings.values()):
+        for call, seen in players.items():
+            if seen.opaque or any(reading.overwritten for reading in seen.readings.values()):
                 continue  # then it is not known what it read
-            if not (self._same_inputs(call, readings) and self._same_adjoints(call, record)):
+            if not (self._are_same(self._inputs(call, seen)) and self._are_same(self._adjoints(call, seen))):
                 return repr(name_of(call))
         return None
 
-    def _same_inputs(self, call: fx.Node, readings: Mapping[int, Reading]) -> bool:
-        pairs = ((seen, self.readings.get((call, i))) for i, seen in readings.items())
-        return all(found is None or seen.agrees(found) for seen, found in pairs)  # what needs no gradient is not read
+    def _inputs(self, call: fx.Node, seen: Seen) -> Iterator[bool | None]:
+        for i, reading in seen.readings.items():
+            found = self.readings.get((call, i))
+            if found is not None:  # what needs no gradient is not read
+                yield reading.agrees(found)
 
-    def _same_adjoints(self, call: fx.Node, record: Record | None) -> bool:
-        for i, (dtype, seen) in ({} if record is None else record.sizes).items():
-            found = self.sizes.get((call, i), torch.zeros_like(seen[0]))
-            if len(seen) == 1 and not same_size(found, seen[0], dtype):
-                return False
-        return True
+    def _adjoints(self, call: fx.Node, seen: Seen) -> Iterator[bool | None]:
+        for i, (dtype, sizes) in seen.sizes.items():
+            if len(sizes) == 1:
+                yield same_size(self.sizes.get((call, i), torch.zeros_like(sizes[0])), sizes[0], dtype)
+
+    def _are_same(self, answers: Iterable[bool | None]) -> bool:
+        """As far as they can be compared."""
+        known = [answer for answer in answers if answer is not None]
+        self.has_compared = self.has_compared or bool(known)
+        return all(known)
 
 
 def seen_in(flow: Flow, this: Pass, records: Iterable[Record]) -> dict[fx.Node, Seen]:
@@ -231,6 +240,8 @@ def seen_in(flow: Flow, this: Pass, records: Iterable[Record]) -> dict[fx.Node, 
     found = {}
     for call, n in occurrences(flow).items():
         record, readings = by_call.get((name_of(call), n)), this.read_by(name_of(call), n)
-        if record is not None or readings:
-            found[call] = Seen(readings if record is None else {**record.readings, **readings}, record)
+        if record is not None:
+            found[call] = Seen({**record.readings, **readings}, record.sizes, record.opaque)
+        elif readings:
+            found[call] = Seen(readings, {}, False)
     return found

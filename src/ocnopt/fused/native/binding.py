@@ -9,6 +9,7 @@ from threading import Lock
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ocnopt import whole_step
 from ocnopt.fused.native import build
@@ -51,11 +52,17 @@ _LOCK = Lock()
 def library() -> CDLL | str:
     """Or why there is none."""
     with _LOCK:  # threads that need it at the same time need one
-        return _library()
+        found = _library()
+    if isinstance(found, CDLL):
+        return found
+    if isinstance(found, build.Failed) and not found.said:
+        found.said = True
+        warnings.warn(f"{found}; OCNOpt goes on without them, more slowly", RuntimeWarning, stacklevel=2)
+    return str(found)
 
 
 @cache
-def _library() -> CDLL | str:
+def _library() -> CDLL | build.Unavailable:
     try:
         found = build.load()
         found.ocnopt_look.argtypes = POINTER(Shelf), c_int64, c_float, c_void_p, c_void_p, c_int64
@@ -64,9 +71,7 @@ def _library() -> CDLL | str:
         found.ocnopt_look.restype, found.ocnopt_act.restype = c_int64, None
         found.ocnopt_taps.restype, found.ocnopt_lanes.restype = None, c_int64
     except build.Unavailable as why:
-        if isinstance(why, build.Failed):
-            warnings.warn(f"{why}; OCNOpt goes on without them, more slowly", RuntimeWarning, stacklevel=2)
-        return str(why)
+        return why
     return found
 
 
@@ -89,5 +94,5 @@ def kernels() -> CDLL:
 
 def is_plain(t: Tensor) -> bool:
     """Are its numbers, as the kernels read them, where it says? Those of a fake tensor, say, are nowhere."""
-    own = type(t).__torch_dispatch__ is Tensor.__torch_dispatch__
+    own = type(t).__torch_dispatch__ is Tensor.__torch_dispatch__ and not is_functorch_wrapped_tensor(t)
     return t.dtype == torch.float32 and own and not t.is_neg() and not t._is_zerotensor()

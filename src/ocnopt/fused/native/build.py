@@ -46,6 +46,8 @@ class Unavailable(Exception):
 class Failed(Unavailable):
     """Something that should have built them did not."""
 
+    said = False  # has somebody been told?
+
 
 def load() -> ctypes.CDLL:
     """The library, from the cache of the user or built; without a cache that can be trusted, in a folder that is gone

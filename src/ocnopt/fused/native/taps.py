@@ -32,7 +32,7 @@ def gradients(x: Tensor, h: Tensor, axes: tuple[Axis, ...], seen: Sight, groups:
     inputs, outputs = x.shape[1], h.shape[1]
     x, h = _pixel_by_pixel(x, _WIDE), _pixel_by_pixel(h, _HIGH)
     found = x.new_empty(groups.rank, outputs, inputs, *seen.kernel)
-    (pairs, starts), samples = seen_by_tap(axes, seen.ranges), torch.tensor(groups.starts)
+    (pairs, starts), samples = seen_by_tap(axes, seen.ranges), torch.tensor(groups.starts, device="cpu")
     described = Taps(
         x=x.data_ptr(),
         h=h.data_ptr(),

@@ -17,7 +17,7 @@ typedef float Vector __attribute__((vector_size(16)));
 
 enum {
     LANES = sizeof(Vector) / sizeof(float),
-    FEW = 1 << 15 /* numbers that are not worth another thread (nor can a process have any that was forked) */
+    FEW = 1 << 15 /* numbers that are not worth another thread */
 };
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
