@@ -181,9 +181,8 @@ class Alternating(Net):
         self.c = Counting()
 
     def block(self, z: Tensor) -> Tensor:
-        z = 1.0 * z
-        z += self.c(torch.tanh(self.a(1.0 * z)))
-        return z
+        z = torch.relu_(1.0 * z)
+        return z + self.c(torch.tanh(self.a(z)))
 
 
 class Hidden(Alternating):
