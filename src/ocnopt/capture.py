@@ -35,6 +35,7 @@ from ocnopt.readings import Reading, Waiting
 from ocnopt.records import Folded, Need, Pass, Record, Rollout, detached, floating, versions_of
 from ocnopt.rng import AllRNG
 from ocnopt.scaling import Scaling
+from ocnopt.stock import Stock
 from ocnopt.tallies import graph_is_kept
 from ocnopt.trees import mapped, tensors
 
@@ -85,7 +86,8 @@ class Tape:
         ]
         self.scaling = Scaling(model, self._wants_scale)
         self._backwards = Backwards(model, self.scaling.gone, self.clear, self._drop)
-        self.once = Once(self.hears)
+        self.stock = Stock()  # memory of group gradients
+        self.once = Once(self.hears, self.stock)
         self._places: list[tuple[nn.Module, RemovableHandle, RemovableHandle]] = []
         for name, module in modules.items():
             place = Place(self, name, module)

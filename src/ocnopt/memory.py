@@ -35,6 +35,7 @@ def usage(
     if tape is not None:
         held["tape"] = list(_of_tape(tape))
     held["copies"] = list(copies)
+    held["to be used again"] = [] if tape is None else tape.stock.blocks
     seen: set[int] = set()
     sizes = {category: _bytes(theirs, seen) for category, theirs in held.items()}
     return {category: size for category, size in sizes.items() if size}

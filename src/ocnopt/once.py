@@ -24,6 +24,7 @@ from ocnopt.groups import Groups
 from ocnopt.layers.base import Adapter, Call, compute_dtype, first_tensor, spread
 from ocnopt.marks import Mark
 from ocnopt.records import Pass, Record
+from ocnopt.stock import Stock
 
 #: how a layer is to be run, its input, weight and bias
 Operands = tuple[tuple[Any, ...], Tensor, Tensor, Tensor | None]
@@ -51,7 +52,7 @@ class Product(torch.autograd.Function):
     def backward(ctx: Any, h: Tensor) -> tuple[Tensor | None, ...]:
         watch: Watch = ctx.watch
         x, weight = ctx.saved_tensors
-        call = Call(watch.record.module, (x,), {}, h)
+        call = Call(watch.record.module, (x,), {}, h, stock=watch.once.stock)
         into = None if weight is None else watch.adapter.pull_back(call, weight)
         found = watch.split(call) if watch.is_wanted() else {}
         return None, None, into, found.get("weight"), found.get("bias")
@@ -167,9 +168,9 @@ class Watch(TorchFunctionMode):
 class Once:
     """Watches the layers of a model, one at a time."""
 
-    def __init__(self, hears: Callable[[Pass, Record], bool]) -> None:
+    def __init__(self, hears: Callable[[Pass, Record], bool], stock: Stock) -> None:
         """``hears``: does what the backward pass under way says of a call belong to the step?"""
-        self.hears = hears
+        self.hears, self.stock = hears, stock
         self.adapters: Mapping[str, Adapter] = {}  # by name of module
         self.gram = False  # may it be that explicit group gradients are of no use to a layer?
         self._watch: Watch | None = None

@@ -330,6 +330,7 @@ class OCNOpt(Optimizer):
             self._due = None
             if self._tape is not None:
                 self._tape.clear()
+                self._tape.stock.tidy()
         self._aligner.after_step(terms.rules)
         return loss
 

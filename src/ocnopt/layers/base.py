@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ocnopt.groups import Groups
 from ocnopt.rng import RNGState
+from ocnopt.stock import Stock
 from ocnopt.trees import mapped, tensors
 
 
@@ -45,6 +46,8 @@ class Call:
     share: float = 1.0
     # what was computed from the arguments, where they are going to be asked for it again
     memo: dict[str, Tensor] | None = field(default=None, repr=False)
+    # where memory is kept for what is computed anew in every step
+    stock: Stock | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.training is None:

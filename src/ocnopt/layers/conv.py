@@ -117,7 +117,7 @@ class Conv(Affine):
         module, (x, h) = _conv(call), outer.operands(call)
         x, padding = _padded(module, x)
         axes = _axes(module, x, padding, h.shape[2:])
-        return taps.gradients(x, h, axes, self._sight(call) or windows.everything(axes), groups)
+        return taps.gradients(x, h, axes, self._sight(call) or windows.everything(axes), groups, call.stock)
 
     def weight_gram(self, call: Call) -> Tensor:
         axes, (x, h) = self._geometry_of(call), outer.operands(call)

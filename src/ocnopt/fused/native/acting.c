@@ -130,6 +130,11 @@ typedef struct {
     float g[BLOCK], free[BLOCK], inverse[BLOCK], rows[ROWS][BLOCK];
 } Block;
 
+/* A processor foresees what is read next of a few arrays, not of twelve. Beyond the end it does no harm. */
+SPECIALISED fetch(const float *x, int64_t n) {
+    for (int64_t k = 0; k < n; k += LANES) __builtin_prefetch(x + k);
+}
+
 SPECIALISED read_block(const Shelf *all, float cost, Range r, int64_t at, int64_t n, Block *block, int momentum,
                        int adaptive, int decay, int in_lines) {
     const Shelf shelf = *all;
@@ -137,6 +142,11 @@ SPECIALISED read_block(const Shelf *all, float cost, Range r, int64_t at, int64_
     const float *restrict m_at = momentum ? shelf.momenta[r.which] + at : 0;
     const float *restrict v_at = adaptive ? shelf.moments[r.which] + at : 0;
     float shared = shelf.share * r.coupled;
+    /* In lines, what is gathered now (gradients have been counted); otherwise, what comes next. */
+    int64_t ahead = in_lines ? 0 : n, span = in_lines ? n / r.kept * r.line : n;
+    if (!in_lines) fetch(g_at + ahead, span);
+    if (momentum) fetch(m_at + ahead, span);
+    if (adaptive) fetch(v_at + ahead, span);
 #pragma omp simd
     for (int64_t k = 0; k < n; k++) {
         int64_t from = in_lines ? r.places[k] : k;
@@ -191,6 +201,7 @@ SPECIALISED read_columns(const Shelf *shelf, Range r, int64_t at, int64_t n, Blo
         sums[rank] += g * g;
 #pragma GCC unroll 8
         for (int i = 0; i < rank; i++) {
+            __builtin_prefetch(found + i * numbers + k + BLOCK);
             G[i] = shelf->sign * loaded(found + i * numbers + k, n - k);
             rest -= G[i];
             sums[i] += G[i] * G[i];
@@ -281,7 +292,8 @@ static void look_by_group(const Shelf *shelf, float cost, Range r, double *sums)
 int64_t ocnopt_look(const Shelf *shelf, int64_t total, float cost, double *partials, float *rows, int64_t parameters) {
     int64_t rank = shelf->rank, width = rank * rank + 2 * rank + 1, strays = 0;
     int threads = threads_for(shelf, 0, total);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+/* Chunks take unequal time: of some, columns have a ninth. */
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
     for (int64_t i = 0; i < total; i++) {
         Range r = range_of(shelf, i);
         if (shelf->columns) look_by_group(shelf, cost, r, partials + i * (width + 1));
@@ -381,7 +393,7 @@ void ocnopt_act(const Shelf *shelf, const Act *act, int64_t first, int64_t count
     int kind = (shelf->momenta ? 1 : 0) | (shelf->moments ? 2 : 0) | (act->move ? 4 : 0) | (act->carry ? 8 : 0);
     int threads = threads_for(shelf, first, count);
 #define CASE(n) case n: act_on(shelf, act, range_of(shelf, i), n & 1, n & 2, n & 4, n & 8); break;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
     for (int64_t i = first; i < first + count; i++)
         switch (kind) {
             CASE(4) CASE(5) CASE(6) CASE(7) CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14) CASE(15)

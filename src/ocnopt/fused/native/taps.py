@@ -13,6 +13,7 @@ from ocnopt.fused.sums import is_differentiated
 from ocnopt.groups import Groups
 from ocnopt.layers.shifts import Axis
 from ocnopt.layers.windows import Sight, seen_by_tap
+from ocnopt.stock import Stock
 
 #: channels of input and output that tiles of the kernel fit into
 _WIDE, _HIGH = 32, 8
@@ -27,11 +28,14 @@ def fit(*tensors: Tensor) -> bool:
     return why_not(tensors[0].dtype) is None and kernels().ocnopt_lanes() >= _LANES
 
 
-def gradients(x: Tensor, h: Tensor, axes: tuple[Axis, ...], seen: Sight, groups: Groups) -> Tensor:
-    """``[r, out, in, *taps]`` of tensors that :func:`fit`."""
+def gradients(
+    x: Tensor, h: Tensor, axes: tuple[Axis, ...], seen: Sight, groups: Groups, stock: Stock | None = None
+) -> Tensor:
+    """``[r, out, in, *taps]`` of tensors that :func:`fit`, in memory out of ``stock``."""
     inputs, outputs = x.shape[1], h.shape[1]
     x, h = _pixel_by_pixel(x, _WIDE), _pixel_by_pixel(h, _HIGH)
-    found = x.new_empty(groups.rank, outputs, inputs, *seen.kernel)
+    shape = groups.rank, outputs, inputs, *seen.kernel
+    found = x.new_empty(shape) if stock is None else stock.empty(shape, x.dtype)
     (pairs, starts), samples = seen_by_tap(axes, seen.ranges), torch.tensor(groups.starts, device="cpu")
     described = Taps(
         x=x.data_ptr(),
