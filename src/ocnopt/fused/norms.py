@@ -1,5 +1,5 @@
-"""All gradients of a batch norm, those of groups of samples among them: on CUDA in one kernel, on a CPU some groups at
-a time.
+"""All gradients of a batch norm, those of groups of samples among them: in one kernel, or by torch's operations, some
+groups at a time.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from ocnopt.fused import support
+from ocnopt.fused.native import binding
+from ocnopt.fused.native import norms as native
 from ocnopt.fused.sums import is_differentiated, starts_of
 from ocnopt.groups import Groups
 from ocnopt.layers.base import compute_dtype
@@ -45,9 +47,18 @@ def backward(x: Tensor, h: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, 
         return None
     if _has_kernel(groups.rank, *given):
         return _by_kernel(given, groups)
+    if binding.can_read(*given):
+        found = _room(x, weight, groups)
+        native.write(given, found, groups)
+        return found
     how = None, None, mean, scale, True, 0.0, [True] * 3
     into, *sums = torch.ops.aten.native_batch_norm_backward(h, x, weight, *how)
     return Gradients(into, _columns(x, h, mean, scale, groups), *sums)
+
+
+def _room(x: Tensor, weight: Tensor, groups: Groups) -> Gradients:
+    sums = torch.empty_like(weight), torch.empty_like(weight)
+    return Gradients(torch.empty_like(x), x.new_empty(2, groups.rank, x.shape[1]), *sums)
 
 
 def _columns(x: Tensor, h: Tensor, mean: Tensor, scale: Tensor, groups: Groups) -> Tensor:
@@ -68,10 +79,8 @@ def _columns(x: Tensor, h: Tensor, mean: Tensor, scale: Tensor, groups: Groups) 
 
 
 def _by_kernel(given: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], groups: Groups) -> Gradients | None:
-    x, weight = given[0], given[-1]
+    x, found = given[0], _room(given[0], given[-1], groups)
     channels, positions = x.shape[1], x[0, 0].numel()
-    sums = torch.empty_like(weight), torch.empty_like(weight)
-    found = Gradients(torch.empty_like(x), x.new_empty(2, groups.rank, channels), *sums)
     wide, block = support.room_for(groups.rank), min(support.room_for(positions), 64)
     together = max(1, 32 // block)
     rows = min(support.room_for(max(groups.sizes)), _TILE // (wide * together * block))

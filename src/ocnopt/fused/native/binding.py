@@ -13,6 +13,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ocnopt import whole_step
 from ocnopt.fused.native import build
+from ocnopt.fused.sums import is_differentiated
 
 
 class Shelf(Structure):
@@ -46,6 +47,16 @@ class Taps(Structure):
     )
 
 
+class Norm(Structure):
+    """``Norm`` of norms.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "h", "mean", "scale", "weight", "samples", "into")),
+        *((name, c_void_p) for name in ("products", "sums", "of_weight", "of_bias")),
+        *((name, c_int64) for name in ("channels", "positions", "groups", "threads")),
+    )
+
+
 _LOCK = Lock()
 
 
@@ -67,9 +78,10 @@ def _library() -> CDLL | build.Unavailable:
         found = build.load()
         found.ocnopt_look.argtypes = POINTER(Shelf), c_int64, c_float, c_void_p, c_void_p, c_int64
         found.ocnopt_act.argtypes = POINTER(Shelf), POINTER(Act), c_int64, c_int64
-        found.ocnopt_taps.argtypes = (POINTER(Taps),)
+        found.ocnopt_taps.argtypes, found.ocnopt_norm.argtypes = (POINTER(Taps),), (POINTER(Norm),)
         found.ocnopt_look.restype, found.ocnopt_act.restype = c_int64, None
-        found.ocnopt_taps.restype, found.ocnopt_lanes.restype = None, c_int64
+        found.ocnopt_taps.restype = found.ocnopt_norm.restype = None
+        found.ocnopt_lanes.restype = c_int64
     except build.Unavailable as why:
         return why
     return found
@@ -90,6 +102,13 @@ def kernels() -> CDLL:
     found = library()
     assert isinstance(found, CDLL)
     return found
+
+
+def can_read(*tensors: Tensor) -> bool:
+    """May kernels take these, whose graph ends there?"""
+    if any(t.device.type != "cpu" or not is_plain(t) or is_differentiated(t) for t in tensors):
+        return False
+    return why_not(tensors[0].dtype) is None
 
 
 def is_plain(t: Tensor) -> bool:

@@ -8,8 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ocnopt.fused.native.binding import Taps, is_plain, kernels, why_not
-from ocnopt.fused.sums import is_differentiated
+from ocnopt.fused.native.binding import Taps, can_read, kernels
 from ocnopt.groups import Groups
 from ocnopt.layers.shifts import Axis
 from ocnopt.layers.windows import Sight, seen_by_tap
@@ -23,9 +22,7 @@ _LANES = 8
 
 
 def fit(*tensors: Tensor) -> bool:
-    if any(t.device.type != "cpu" or not is_plain(t) or is_differentiated(t) for t in tensors):
-        return False
-    return why_not(tensors[0].dtype) is None and kernels().ocnopt_lanes() >= _LANES
+    return can_read(*tensors) and kernels().ocnopt_lanes() >= _LANES
 
 
 def gradients(
