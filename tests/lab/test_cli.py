@@ -457,3 +457,12 @@ def test_demo_compares_every_optimizer_and_writes_a_report(ocnopt: Ocnopt) -> No
     assert result.stdout.count("±") >= 20
     assert Path("demo/report.html").read_text().startswith("<!")
     assert len(find_runs(["demo"])) == 40
+
+
+def test_tables_in_a_file_are_as_wide_as_they_have_to_be(ocnopt: Ocnopt, monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = ocnopt("data", "list").stdout.splitlines()
+    assert max(map(len, narrow)) <= 80
+    monkeypatch.delenv("COLUMNS")
+    wide = ocnopt("data", "list").stdout.splitlines()
+    assert len(wide) < len(narrow)
+    assert 80 < max(map(len, wide)) <= 160

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -161,7 +160,7 @@ def _tell(line: str) -> None:
 
 def _print(tables: list[Table]) -> None:
     for table in tables:
-        Console().print(_drawn(table), *map(Text, table.notes), sep="\n")
+        shared.results_console().print(_drawn(table), *map(Text, table.notes), sep="\n")
 
 
 def _drawn(table: Table) -> RichTable:

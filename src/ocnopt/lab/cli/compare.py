@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from ocnopt.lab.cli import shared
 from ocnopt.lab.cli.train import BatchSize, Config, Dataset, Epochs, Network, Set
@@ -114,7 +113,7 @@ def finish(folder: Path, outcomes: list[Outcome], json_output: bool) -> None:
         document = {"rows": [row.as_json() for row in rows], "runs": paths, "failed": failed, "report": report}
         shared.print_json(document)
     else:
-        Console().print(draw(rows))
+        shared.results_console().print(draw(rows))
         typer.echo(f"The runs are in {folder}")
         if report is not None:
             typer.echo(f"Report: {report}")

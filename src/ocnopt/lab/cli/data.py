@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from ocnopt.lab import data
@@ -55,7 +54,7 @@ def list_command(data_dir: shared.DataDir = None, json_output: shared.Json = Fal
         size = "–" if row.status == "built in" else _size(row.download_bytes)
         shape = "×".join(map(str, row.input_shape))
         table.add_row(row.name, _parts(row), shape, str(row.classes or "–"), status, size)
-    Console().print(table)
+    shared.results_console().print(table)
     for row in rows:
         if row.where:
             _print(f"{row.name}: {row.where}{'' if row.official else ' *'}")
@@ -80,7 +79,7 @@ def fetch_command(
     table = _table("dataset", "status", "size", "checked")
     for row in rows:
         table.add_row(row.name, row.status, _size(row.bytes), row.checked)
-    Console().print(table)
+    shared.results_console().print(table)
     for row in rows:
         if row.path:
             _print(row.path)
@@ -97,7 +96,7 @@ def check_command(names: Names = None, data_dir: shared.DataDir = None, json_out
         table = _table("dataset", "status", "samples")
         for row in rows:
             table.add_row(row.name, row.status, _parts(row) or "–")
-        Console().print(table)
+        shared.results_console().print(table)
         for row in rows:
             where = f" ({row.where})" if row.where else ""
             _print(row.message if row.status == "missing" else f"{row.name}{where}: {row.message or 'All is there.'}")
@@ -115,7 +114,7 @@ def _table(*headings: str) -> Table:
 
 def _print(line: str) -> None:
     """Paths can be copied: a line is as long as it is."""
-    Console().print(line, markup=False, highlight=False, soft_wrap=True)
+    shared.results_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _parts(row: data.DatasetRow | data.CheckRow) -> str:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from ocnopt.lab.cli import shared
 from ocnopt.lab.tables import draw, summarise
@@ -40,5 +39,5 @@ def command(
         paths = [str(folder.path) for folder in folders]
         shared.print_json({"rows": [row.as_json() for row in rows], "runs": paths, "report": str(out)})
     else:
-        Console().print(draw(rows))
+        shared.results_console().print(draw(rows))
         typer.echo(f"Report: {out}")

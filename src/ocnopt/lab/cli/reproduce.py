@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -130,7 +129,7 @@ def command(
     if json_output:
         shared.print_json({"scale": scale.value, **finding.document(), "folder": str(folder)})
         return
-    Console().print(Markdown(finding.markdown().partition("\n![")[0]))
+    shared.results_console().print(Markdown(finding.markdown().partition("\n![")[0]))
     for file in (f"{experiment.value}.md", f"{experiment.value}.json", *finding.figures):
         typer.echo(str(folder / file))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -38,6 +39,17 @@ TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBo
 
 #: progress goes here, results to stdout: a pipe gets results only
 progress_console = Console(stderr=True)
+
+#: characters of a line in a file or a pipe, which do not say how wide they are
+_WIDE = 160
+
+
+def results_console() -> Console:
+    """For tables on stdout. ``COLUMNS`` says how wide they may be; otherwise the terminal does, if there is one."""
+    console = Console()
+    if not console.is_terminal and not os.environ.get("COLUMNS"):
+        console.width = _WIDE
+    return console
 
 
 def help_text(text: str, *examples: str) -> str:

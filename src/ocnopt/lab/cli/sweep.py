@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from sqlalchemy.exc import OperationalError
@@ -140,7 +139,7 @@ def _show(lines: Sequence[Line], options: SweepOptions, json_output: bool) -> No
             found = (setting, f"{best.validation:.2f}", f"{best.test:.2f}{spread}")
         paper = "–" if line.paper is None else f"{line.paper:.2f}"
         table.add_row(line.label, *found, paper, f"{line.done} of {line.points}", str(line.failed))
-    Console().print(table)
+    shared.results_console().print(table)
     for line in lines:
         for error in line.errors:
             shared.progress_console.print(f"{line.label}: {error}", markup=False, soft_wrap=True)
