@@ -45,7 +45,9 @@ _NOTHING = Need()
 class Tape:
     """Registers the hooks, keeps the records of the passes since the last step."""
 
-    def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module], need: Callable[[], Need]) -> None:
+    def __init__(
+        self, model: nn.Module, modules: Mapping[str, nn.Module], need: Callable[[], Need], stock: Stock
+    ) -> None:
         self.model, self.need = model, need
         self.modules = dict(modules)
         self.measured = innermost(modules)
@@ -86,8 +88,7 @@ class Tape:
         ]
         self.scaling = Scaling(model, self._wants_scale)
         self._backwards = Backwards(model, self.scaling.gone, self.clear, self._drop)
-        self.stock = Stock()  # memory of group gradients
-        self.once = Once(self.hears, self.stock)
+        self.once = Once(self.hears, stock)
         self._places: list[tuple[nn.Module, RemovableHandle, RemovableHandle]] = []
         for name, module in modules.items():
             place = Place(self, name, module)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from ocnopt.capture import Tape
 from ocnopt.shards import local
+from ocnopt.stock import Stock
 from ocnopt.trees import tensors
 
 _CATEGORY = {
@@ -24,9 +25,7 @@ _CATEGORY = {
 }
 
 
-def usage(
-    state: Mapping[Tensor, Mapping[str, Any]], tape: Tape | None, copies: Sequence[Tensor] = ()
-) -> dict[str, int]:
+def usage(state: Mapping[Tensor, Mapping[str, Any]], tape: Tape | None, stock: Stock) -> dict[str, int]:
     """By category, the ones that hold nothing left out. Memory that several tensors share is counted once."""
     held: dict[str, list[Tensor]] = {}
     for own in state.values():
@@ -34,8 +33,7 @@ def usage(
             held.setdefault(_CATEGORY.get(key, "other state"), []).extend(tensors(value))
     if tape is not None:
         held["tape"] = list(_of_tape(tape))
-    held["copies"] = list(copies)
-    held["to be used again"] = [] if tape is None else tape.stock.blocks
+    held["to be used again"] = stock.blocks
     seen: set[int] = set()
     sizes = {category: _bytes(theirs, seen) for category, theirs in held.items()}
     return {category: size for category, size in sizes.items() if size}

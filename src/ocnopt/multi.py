@@ -159,29 +159,3 @@ def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
     for ours, theirs in alike.values():
         torch._foreach_copy_(ours, theirs)
     return copies
-
-
-class Spare:
-    """Memory for copies that every step makes. On a CPU pages that the process has given back, and gets anew, take
-    longer than all that is done with them; elsewhere the allocator keeps what it has got.
-    """
-
-    def __init__(self) -> None:
-        self.kept: list[Tensor] = []
-
-    def copied(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Good until the next ones are made."""
-        if any(t.device.type != "cpu" for t in tensors):
-            return copied(tensors)
-        if [*map(_layout_of, tensors)] != [*map(_layout_of, self.kept)]:
-            self.kept = [torch.empty_like(t) for t in tensors]
-        torch._foreach_copy_(self.kept, list(tensors))
-        return list(self.kept)
-
-    def let_go(self) -> None:
-        """Of memory that somebody else is going to use."""
-        self.kept = []
-
-
-def _layout_of(t: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
-    return t.shape, t.stride(), t.dtype

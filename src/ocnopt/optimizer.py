@@ -37,6 +37,7 @@ from ocnopt.remeasure import Remeasure
 from ocnopt.rng import AllRNG
 from ocnopt.roster import Roster, read_in_sums
 from ocnopt.skips import Skips
+from ocnopt.stock import Stock
 from ocnopt.summary import summarise
 from ocnopt.terms import Terms
 
@@ -166,6 +167,7 @@ class OCNOpt(Optimizer):
         self._unhook: weakref.finalize[..., OCNOpt] | None = None  # takes the hooks off, at the latest when this dies
         self._terms = Terms([])
         self._roster = Roster()
+        self._stock = Stock()  # memory that is used in every step
         self._looked_at: tuple[Any, ...] = ()  # whose parameters were last found to be of a kind that will do
         self._aligner = Aligner()
         self._arrangement = Arrangement(aligner=self._aligner)
@@ -246,7 +248,7 @@ class OCNOpt(Optimizer):
         if self._unhook is not None:
             self._unhook()
         self._unhook = None
-        self._model, self._tape, self._roster = None, None, Roster()
+        self._model, self._tape, self._roster, self._stock = None, None, Roster(), Stock()
         self._arrangement = Arrangement(aligner=self._aligner)
         self._fallbacks, self._seated = Fallbacks(), []
         self._replays.clear()
@@ -257,7 +259,9 @@ class OCNOpt(Optimizer):
         uses = [use for each in find_uses(self._model).values() for use in each]
         me = weakref.ref(self)  # the hooks live on the model: they must not keep a forgotten optimizer alive
         modules = {use.module_name: use.called for use in uses}
-        self._tape = Tape(self._model, modules, lambda: optimizer._need() if (optimizer := me()) else Need())
+        self._tape = Tape(
+            self._model, modules, lambda: optimizer._need() if (optimizer := me()) else Need(), self._stock
+        )
         self._tape.before_pass = lambda: optimizer._fold() if (optimizer := me()) else None
         self._tape.trained = lambda: {id(p) for p in optimizer._parameters} if (optimizer := me()) else set()
         self._tape.summed = lambda: optimizer._summed() if (optimizer := me()) else {}
@@ -330,7 +334,7 @@ class OCNOpt(Optimizer):
             self._due = None
             if self._tape is not None:
                 self._tape.clear()
-                self._tape.stock.tidy()
+            self._stock.tidy()
         self._aligner.after_step(terms.rules)
         return loss
 
@@ -409,7 +413,7 @@ class OCNOpt(Optimizer):
             before = torch.tensor(before, dtype=torch.float64)
         guarded = terms.runs_code_of_others and not whole_step.underway()
         seen, shelves = self._fallbacks.seen, self._roster.shelves
-        with Snapshot(players, self.state, self._roster.spare) if guarded else nullcontext() as snapshot:
+        with Snapshot(players, self.state, self._stock) if guarded else nullcontext() as snapshot:
             told = Told(passes, records, folded)
             problem = pose(players, stages, told, self.state, samples, before, group, world, seen, shelves)
             if snapshot is not None:
@@ -478,7 +482,7 @@ class OCNOpt(Optimizer):
         """Bytes held now, by category. ``"tape"`` is what the hooks have kept since the last step, inputs and adjoints
         of layers, and is gone after the next one; all else is state.
         """
-        return usage(self.state, self._tape, self._roster.spare.kept)
+        return usage(self.state, self._tape, self._stock)
 
     # --- checkpoints ---
 

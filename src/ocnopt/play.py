@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence, Set
 from types import TracebackType
 from typing import Any
 
@@ -18,13 +18,13 @@ from ocnopt.distributed import World
 from ocnopt.games.live import Live, roll_out
 from ocnopt.groups import Samples
 from ocnopt.linalg import without_autocast
-from ocnopt.multi import Spare, copied
 from ocnopt.phases import BELLMAN, ROLLOUT
 from ocnopt.players import Player
 from ocnopt.problem import Kernels, Problem
 from ocnopt.records import Pass
 from ocnopt.rollout import Measure
 from ocnopt.stages import Stages
+from ocnopt.stock import Stock
 
 
 def play(
@@ -191,26 +191,29 @@ def _nonlinear(
 class Snapshot:
     """Puts parameters and state back as they were if the block raises: a second forward pass may fail in the middle."""
 
-    def __init__(self, players: Sequence[Player], state: MutableMapping[Tensor, dict[str, Any]], spare: Spare) -> None:
-        """``spare``: where copies are kept."""
-        self.params, self.state = [p for player in players for p in player.params], state
-        self._spare = spare
+    def __init__(self, players: Sequence[Player], state: MutableMapping[Tensor, dict[str, Any]], stock: Stock) -> None:
+        """``stock``: memory for copies."""
+        self.players, self.state, self._stock = players, state, stock
+        self.params = [p for player in players for p in player.params]
         self.values: list[Tensor] | None = None
 
     def __enter__(self) -> Snapshot:
         self.states = [dict(self.state[p]) for p in self.params]
         return self
 
-    def take(self, but: Container[str]) -> None:
+    def take(self, but: Set[str]) -> None:
         """From here on numbers change; ``but``: state of which it is known that it does not before all is well."""
-        both = zip(self.params, self.states, strict=True)
-        found = [(p, own, k, v) for p, own in both for k, v in own.items() if isinstance(v, Tensor) and k not in but]
-        alike = [(own, k, v) for p, own, k, v in found if v.shape == p.shape]
-        others = [(own, k, v) for p, own, k, v in found if v.shape != p.shape]  # may be many times as large
-        copies = iter([*self._spare.copied([*self.params, *(v for *_, v in alike)]), *copied([v for *_, v in others])])
-        self.values = [next(copies) for _ in self.params]
-        for own, key, _ in (*alike, *others):
-            own[key] = next(copies)
+        still = [but | player.untouched(self.state) for player in self.players for _ in player.params]
+        found = [
+            (own, key, value)
+            for own, fixed in zip(self.states, still, strict=True)
+            for key, value in own.items()
+            if isinstance(value, Tensor) and key not in fixed
+        ]
+        copies = self._stock.copied([*self.params, *(value for *_, value in found)])
+        self.values = copies[: len(self.params)]
+        for (own, key, _), copy in zip(found, copies[len(self.params) :], strict=True):
+            own[key] = copy
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -219,7 +222,6 @@ class Snapshot:
             return
         if self.values is not None:
             torch._foreach_copy_(self.params, self.values)
-        self._spare.let_go()  # the copies of the state are the state now
         for p, before in zip(self.params, self.states, strict=True):
             self.state[p].clear()
             self.state[p].update(before)

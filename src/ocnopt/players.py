@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +80,10 @@ class Player:
         """What its curvature goes on with."""
         state = states.get(self.params[0], {})
         return state if self.curvature.fits(state, self.params) else {}
+
+    def untouched(self, states: Mapping[Tensor, dict[str, Any]]) -> Set[str]:
+        """State that the coming step leaves as it is, see :meth:`Curvature.untouched`."""
+        return self.curvature.untouched(self.kept(states), self.group, self.inside)
 
     @property
     def torn(self) -> bool:

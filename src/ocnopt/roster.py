@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ocnopt.fallbacks import Fallbacks
 from ocnopt.layers import Adapter
-from ocnopt.multi import Spare
 from ocnopt.players import Player, gather
 from ocnopt.shelves import Shelves
 
@@ -22,7 +21,6 @@ class Roster:
         self._looked_at: list[Player] | None = None
         self._alone: dict[tuple[Player, int], Player] = {}
         self.shelves = Shelves()
-        self.spare = Spare()
 
     def players(self, groups: Sequence[dict[str, Any]], model: nn.Module | None) -> list[Player]:
         """The same list, as long as nothing has changed."""

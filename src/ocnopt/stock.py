@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from math import prod
 from weakref import finalize
 
 import torch
 from torch import Tensor
+
+from ocnopt.multi import copied
+
+#: bytes that are to be had at once: the process keeps as many anyway
+_FEW = 2**16
 
 
 class Stock:
@@ -22,7 +28,7 @@ class Stock:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """As ``torch.empty``. Its memory is free again as soon as nobody holds it, or a view of it."""
         size = prod(shape) * dtype.itemsize
-        if not size:
+        if size < _FEW:
             return torch.empty(shape, dtype=dtype, device="cpu")
         free = self._free.setdefault(size, [])
         block = free.pop() if free else torch.empty(size, dtype=torch.uint8, device="cpu")
@@ -30,6 +36,17 @@ class Stock:
         lent = (ctypes.c_char * size).from_address(block.data_ptr())
         finalize(lent, free.append, block).atexit = False
         return torch.frombuffer(lent, dtype=dtype).view(shape)
+
+    def copied(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copies that are laid out alike."""
+        if any(t.device.type != "cpu" for t in tensors):
+            return copied(tensors)
+        copies = []
+        for t in tensors:
+            strides = torch.empty_like(t, device="meta").stride()
+            copies.append(self.empty((t.numel(),), t.dtype).as_strided(t.shape, strides))
+        torch._foreach_copy_(copies, list(tensors))
+        return copies
 
     def tidy(self) -> None:
         """Once a step: let go of what it did not need."""

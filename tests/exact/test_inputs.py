@@ -52,6 +52,8 @@ def test_sums_and_squares(name: str, keep: bool, piece: int, monkeypatch: pytest
     squares = torch.einsum("gxc,bgxy,gyd->bgcd", U_C, G, U_A).square().sum(0)
     assert_same(seen.squares(U_A, U_C), squares)
     assert_same(seen.squares(U_A, U_C), squares)  # nothing was overwritten
+    for first in (1, U_A.shape[-1] // 2):
+        assert_same(seen.squares(U_A[..., first:], U_C), squares[..., first:])
 
 
 @pytest.mark.parametrize("keep", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,11 +11,17 @@ from tests.toys import backward
 from torch import Tensor, nn
 
 from ocnopt import OCNOpt
+from ocnopt import stock as stock_module
 from ocnopt.fused.native import binding, taps
 from ocnopt.layers import conv
 from ocnopt.stock import Stock
 
 SHAPE = (3, 5)
+
+
+@pytest.fixture(autouse=True)
+def no_size_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stock_module, "_FEW", 1)
 
 
 @pytest.fixture
@@ -94,6 +101,37 @@ def test_a_stock_that_is_gone_leaves_what_it_lent() -> None:
     assert len(others) == 100
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(4, 5).mT,
+        torch.randn(6, 5)[::2],
+        torch.randn(5).expand(3, 5),
+        torch.randn(()),
+        torch.randn(0, 3),
+        torch.arange(6),
+    ],
+    ids=lambda t: f"{tuple(t.shape)} {t.stride()}",
+)
+def test_copies_are_laid_out_alike(stock: Stock, tensor: Tensor) -> None:
+    (copy,) = stock.copied([tensor])
+    torch.testing.assert_close(copy, tensor, rtol=0, atol=0)
+    assert copy.stride() == torch.empty_like(tensor).stride()
+    place = copy.data_ptr()
+    assert place != tensor.data_ptr() or not tensor.numel()
+    del copy
+    assert stock.copied([tensor])[0].data_ptr() == place
+
+
+def test_small_tensors_and_those_elsewhere_are_left_to_torch(monkeypatch: pytest.MonkeyPatch, stock: Stock) -> None:
+    assert stock.copied([torch.empty(3, device="meta")])[0].is_meta
+    monkeypatch.setattr(stock_module, "_FEW", 5)
+    for size in (4, 5):
+        stock.empty((size,), torch.uint8)
+    assert [block.numel() for block in stock.blocks] == [5]
+
+
 def test_another_default_device_is_of_no_account(stock: Stock) -> None:
     with torch.device("meta"):
         assert stock.empty(SHAPE, torch.float32).fill_(1).sum() == 15
@@ -133,7 +171,7 @@ class Training:
         monkeypatch.setattr(taps, "gradients", noted)
         monkeypatch.setattr(conv, "suits_taps", lambda groups, *_: groups.rank > 1)
         self.model = network()
-        self.opt = OCNOpt(self.model.parameters(), model=self.model, feedback="nonlinear", rank=RANK)
+        self.opt = OCNOpt(self.model.parameters(), model=self.model, rank=RANK)
 
     def step(self, samples: int = 6) -> None:
         backward(self.model, torch.randn(samples, 2, 4, 4), torch.randint(3, (samples,)))
@@ -177,3 +215,42 @@ def test_an_optimizer_that_leaves_its_model_keeps_none(training: Training) -> No
     training.step()
     training.opt.detach()
     assert training.kept == 0
+
+
+def copies_of(every: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Where they are that may have to be put back, of each of eight steps with Kronecker curvature."""
+    places: list[tuple[int, ...]] = []
+    real = Stock.copied
+
+    def noted(self: Stock, tensors: Sequence[Tensor]) -> list[Tensor]:
+        copies = real(self, tensors)
+        places.append(tuple(t.data_ptr() for t in copies))
+        return copies
+
+    monkeypatch.setattr(Stock, "copied", noted)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    opt = OCNOpt(
+        model.parameters(),
+        0.01,
+        model=model,
+        curvature="kronecker",
+        feedback="nonlinear",
+        momentum=0,
+        refresh_every=every,
+    )
+    for _ in range(8):
+        backward(model, torch.randn(6, 5), torch.randint(3, (6,)))
+        opt.step()
+    return places
+
+
+def test_bases_that_stay_as_they_are_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers: four parameters; of each layer two factors, eigenvalues and a count; of one at a time two bases."""
+    assert [len(of_step) for of_step in copies_of(3, monkeypatch)] == [4, 12, 14, 12, 14, 14, 12, 14]
+
+
+def test_copies_of_all_steps_share_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, *places = copies_of(1000, monkeypatch)
+    assert {len(of_step) for of_step in places} == {12}
+    assert len({frozenset(of_step) for of_step in places}) == 1

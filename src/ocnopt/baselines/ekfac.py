@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from ocnopt import layers
 from ocnopt.baselines.chain import require
-from ocnopt.curvature.eigen import turned
+from ocnopt.curvature.eigen import inputs_seen, solved, turned
 from ocnopt.curvature.inputs import Inputs, Sums, squares_over
 from ocnopt.layers import Adapter, Call
 from ocnopt.linalg import safe_eigh
@@ -157,10 +157,10 @@ class EKFAC(Optimizer):
             raise RuntimeError(
                 f"EKFAC has seen no backward pass through layer {name!r}: is model the module that computed the loss?"
             )
-        U_A, U_C = state["U_A"], state["U_C"]
-        N = U_C @ ((U_C.T @ _gradient_matrix(layer, adapter) @ U_A) / (state["s"] + group["damping"])) @ U_A.T
+        G, s, U_A, U_C = _gradient_matrix(layer, adapter)[None], *(state[key][None] for key in ("s", "U_A", "U_C"))
+        N = solved(G, s, U_A, U_C, group["damping"], inputs_seen(state["A"][None], s, U_A))
         own = adapter.parameters(layer)
-        return {own[key]: step for key, step in adapter.from_matrix(layer, N[None]).items()}
+        return {own[key]: step for key, step in adapter.from_matrix(layer, N).items()}
 
     @CURVATURE
     def _update_statistics(
@@ -172,14 +172,15 @@ class EKFAC(Optimizer):
                 state.pop(key, None)
         c, a = like.shape
         sums, decay = Sums.over(passes, like.new_empty(1, a, a), like.new_empty(1, c, c)), group["factor_decay"]
-        A, C = sums.factors()
-        _average(state, "A", A[0], decay)
-        _average(state, "C", C[0], decay)
+        for key, value, share in zip("AC", (sums.A, sums.C), sums.shares, strict=True):
+            _average(state, key, value[0], float(share), decay)
         step = state.get("step", 0)
         if step % group["refresh_every"] == 0:
             _refresh_basis(name, state)
-        squares = squares_over(passes, like[None], state["U_A"][None], state["U_C"][None])
-        _average(state, "s", squares[0] * sums.samples, decay)
+        U_A, U_C = state["U_A"][None], state["U_C"][None]
+        seen = inputs_seen(state["A"][None], state["s"][None], U_A) if "s" in state else None
+        squares = squares_over(passes, like[None], U_A, U_C, seen)
+        _average(state, "s", squares[0], float(sums.samples), decay)
         state["step"] = step + 1
 
     def _count_pass(self, module: nn.Module, args: Any) -> None:
@@ -236,5 +237,9 @@ def _refresh_basis(name: str, state: dict[str, Any]) -> None:
         state["s"] = turned(state["s"], (before["A"], before["C"]), (state["U_A"], state["U_C"]))
 
 
-def _average(state: dict[str, Any], key: str, new: Tensor, decay: float) -> None:
-    state[key] = state[key].lerp(new, 1 - decay) if key in state and decay > 0 else new
+def _average(state: dict[str, Any], key: str, value: Tensor, share: float, decay: float) -> None:
+    """Of value · share."""
+    if key in state and decay > 0:
+        state[key].mul_(decay).add_(value, alpha=(1 - decay) * share)
+    else:
+        state[key] = value * share

@@ -6,7 +6,7 @@ C_k is the paper's approximation of Q_θθ (Table I). The step size is not part 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -67,6 +67,12 @@ class Curvature(ABC):
         that a captured step need not, :meth:`catch_up` does it beforehand.
         """
         return False
+
+    def untouched(self, state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -> Set[str]:
+        """Keys of state whose tensors :meth:`measure` does not overwrite in the coming step, whatever it puts in their
+        places. They need not be copied, to be put back if the step fails.
+        """
+        return frozenset()
 
     def catch_up(self, players: Sequence[Player], states: Sequence[dict[str, Any]], peers: Sequence[Player]) -> int:
         """Do what is overdue for these players, whose states are those of their first parameters; ``peers``: all that

@@ -77,13 +77,14 @@ class Inputs:
         return self._added(A), self._added(C)
 
     def squares(self, U_A: Tensor, U_C: Tensor) -> Tensor:
-        """Σ_i (U_C^T g_i U_A)², g_i = Σ_t h_it x_it^T, ``[blocks, c, a]``: squared gradients of samples in the
-        eigenbasis. The gradient of a sample has c rows to turn, its inputs have as many as there are positions.
+        """Σ_i (U_C^T g_i U_A)², g_i = Σ_t h_it x_it^T, ``[blocks, c, n]``: squared gradients of samples in the
+        eigenbasis, or in some of its coordinates. The gradient of a sample has c rows to turn, its inputs have as many
+        as there are positions.
         """
-        g, a, c = *U_A.shape[:2], U_C.shape[1]
+        (g, a, n), c = U_A.shape, U_C.shape[1]
         each = g * c * a if self.shared > 1 else 0  # what a gradient takes, where it is formed
-        if self.shared * (a * a + c * c) < c * a * (a + c):
-            parts = map(self._formed, self._parts(each + g * self.shared * (a + c)))
+        if self.shared * (a * n + c * c) < c * n * (a + c):
+            parts = map(self._formed, self._parts(g * self.shared * (a + c)))
             rows = parts if self._rows is None else [self._rows]
             return added(part.turned(U_A, U_C).squares(each) for part in rows)
         if self._rows is not None:
@@ -159,20 +160,26 @@ class Sums(NamedTuple):
         """As tensors, which are the same over all processes once they are added up."""
         return Sums(self.A, self.C, *(self.A.new_full((), float(n)) for n in (self.samples, self.positions)))
 
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """E[x x^T] and E[h̃ h̃^T], with h̃ = B·h."""
+    @property
+    def shares(self) -> tuple[Number, Number]:
+        """What they are to be multiplied by: the factors are E[x x^T] and E[h̃ h̃^T], with h̃ = B·h."""
         samples, positions = (n + (n == 0) for n in (self.samples, self.positions))
-        return self.A / samples, self.C * (samples**2 / positions)
+        return 1 / samples, samples**2 / positions
 
 
-def squares_over(passes: Sequence[Seen], like: Tensor, U_A: Tensor, U_C: Tensor) -> Tensor:
-    """Σ over the samples of all passes of :meth:`Inputs.squares`."""
-    return added(one.squares(U_A, U_C) for one in passes) if passes else torch.zeros_like(like)
+def squares_over(passes: Sequence[Seen], like: Tensor, U_A: Tensor, U_C: Tensor, seen: Tensor | None = None) -> Tensor:
+    """Σ over the samples of all passes of :meth:`Inputs.squares`; ``seen``: of inputs, see
+    :func:`~ocnopt.curvature.eigen.inputs_seen`.
+    """
+    if not passes:
+        return torch.zeros_like(like)
+    first = 0 if seen is None else U_A.shape[-1] - len(seen)
+    return torch.nn.functional.pad(added(one.squares(U_A[..., first:], U_C) for one in passes), (first, 0))
 
 
 def squared(G: Tensor, U_A: Tensor, U_C: Tensor) -> Tensor:
     """Σ_i (U_C^T g_i U_A)² of gradients ``[blocks, batch, c, a]``."""
-    turned = (G.flatten(1, 2) @ U_A).view(G.shape)
+    turned = (G.flatten(1, 2) @ U_A).unflatten(1, G.shape[1:3])
     return _squares(U_C.mT[:, None] @ turned)
 
 

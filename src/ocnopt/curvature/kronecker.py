@@ -7,7 +7,7 @@ the eigenbasis.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from ocnopt.curvature import beside
 from ocnopt.curvature.base import Curvature, Metric
 from ocnopt.curvature.eigen import Eigen, decompose, turned
 from ocnopt.curvature.inputs import Sums, seen_of, squares_over
-from ocnopt.curvature.layer import ASIDE, KroneckerBlock, Layer
+from ocnopt.curvature.layer import ASIDE, BASES, KroneckerBlock, Layer
 from ocnopt.curvature.turns import at_once, caught_up, interval, serves, takes_time
 from ocnopt.distributed import World
 from ocnopt.linalg import as_allowed, full_precision
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class KroneckerMetric(Metric):
+    is_new = True
+
     blocks: list[KroneckerBlock]
 
     def solve(self, vectors: Sequence[Tensor]) -> list[Tensor]:
@@ -88,6 +90,10 @@ class Kronecker(Curvature):
 
     def overdue(self, state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -> bool:
         return self._ends(state, group, inside) or serves(state, group, inside)
+
+    def untouched(self, state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -> Set[str]:
+        renewed = self.refreshes(state, group, inside) or self.overdue(state, group, inside)
+        return {*ASIDE} if renewed else {*ASIDE, *BASES}
 
     def _ends(self, state: Mapping[str, Any], group: Mapping[str, Any], inside: bool) -> bool:
         """Has the basis had its time?"""
@@ -156,17 +162,20 @@ class Kronecker(Curvature):
                 layer.samples = each.samples
             self._weigh(bucket, layers)
         for layer, each in zip(layers, sums, strict=True):
-            for factor, value in zip(layer.factors, each.factors(), strict=True):
-                layer.average(factor, value)
+            for factor, value, share in zip(layer.factors, (each.A, each.C), each.shares, strict=True):
+                layer.average(factor, value, share)
 
     def _average_eigenvalues(self, bucket: Bucket, layers: Sequence[Layer]) -> None:
         if not bucket.group["ekfac"]:
             return
         with as_allowed(bucket.ok.device):
-            moments = [squares_over(layer.passes, layer.state["eigenvalues"], *layer.bases) for layer in layers]
+            moments = [
+                squares_over(layer.passes, layer.state["eigenvalues"], *layer.bases, layer.inputs_seen())
+                for layer in layers
+            ]
         bucket.world.sum_(moments)
         for layer, moment in zip(layers, moments, strict=True):
-            layer.average(layer.state["eigenvalues"], layer.samples * moment)  # h̃² / B
+            layer.average(layer.state["eigenvalues"], moment, layer.samples)  # h̃² / B
 
     def _refresh_now(self, bucket: Bucket, layers: Sequence[Layer]) -> None:
         """Of what this very step has seen."""

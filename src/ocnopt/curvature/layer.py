@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from ocnopt import whole_step
 from ocnopt.curvature import beside
+from ocnopt.curvature.eigen import inputs_seen, solved
 from ocnopt.curvature.inputs import Number, Seen
 from ocnopt.curvature.tally import shape
 from ocnopt.curvature.turns import caught_up, interval, period, stagger
@@ -25,6 +26,7 @@ _STATE = (
     "input_factor", "output_factor", "statistics", "since_refresh", "refreshed_at", "basis_at", "early",
     "input_basis", "output_basis", "eigenvalues", "next_input_factor", "next_output_factor",
 )  # fmt: skip
+BASES = ("input_basis", "output_basis")
 #: the factors as they were, while a basis of them is made
 ASIDE = ("next_input_factor", "next_output_factor")
 
@@ -40,22 +42,13 @@ class KroneckerBlock:
     U_C: Tensor
     S: Tensor
     damping: float
-
-    @cached_property
-    def _damped(self) -> Tensor:
-        return self.S + self.damping
+    seen: Tensor | None  # inputs, if some have never been
 
     def solve(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         V = self.adapter.to_matrix(self.module, dict(zip(self.names, tensors, strict=True)))
-        V = self._divided(self.U_C.mT @ V @ self.U_A)
-        back = self.adapter.from_matrix(self.module, self.U_C @ V @ self.U_A.mT)
+        found = solved(V, self.S, self.U_A, self.U_C, self.damping, self.seen)
+        back = self.adapter.from_matrix(self.module, found)
         return [back[n] for n in self.names]
-
-    def _divided(self, V: Tensor) -> Tensor:
-        if self.damping:
-            return V / self._damped
-        seen = self.S.amax() * torch.finfo(self.S.dtype).eps < self.S  # without damping a pseudo-inverse, eq. (kfac-u)
-        return torch.where(seen, V / self.S, 0)
 
 
 @dataclass(eq=False)
@@ -81,9 +74,13 @@ class Layer:
         player = self.player
         assert player.adapter is not None
         assert player.module is not None
+        S = self.state["eigenvalues"]
         return KroneckerBlock(
-            player.module, player.adapter, player.own_names, *self.bases, self.state["eigenvalues"], damping
+            player.module, player.adapter, player.own_names, *self.bases, S, damping, self.inputs_seen()
         )
+
+    def inputs_seen(self) -> Tensor | None:
+        return inputs_seen(self.state["input_factor"], self.state["eigenvalues"], self.state["input_basis"])
 
     def begin(self, like: Tensor) -> None:
         """Make room for the factors, also where this process has not seen a sample."""
@@ -122,9 +119,13 @@ class Layer:
         self.state.update(found)
         return False
 
-    def average(self, average: Tensor, value: Tensor) -> None:
-        """Go on with a running average; a value of a bad step may be anything."""
-        average.lerp_(torch.where(self.ok, value, average), self.weight)
+    def average(self, average: Tensor, value: Tensor, share: Number) -> None:
+        """Go on with a running average of value · share; a value of a bad step may be anything."""
+        if not whole_step.may_look(self.ok):
+            value = torch.where(self.ok, value, average)
+        elif not bool(self.ok):
+            return
+        average.mul_(1 - self.weight).addcmul_(value, self.weight * share)
 
     def renew(self, **found: Tensor) -> None:
         """In place: a CUDA graph goes on with the new basis."""
