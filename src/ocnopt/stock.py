@@ -41,12 +41,14 @@ class Stock:
         """Copies that are laid out alike."""
         if any(t.device.type != "cpu" for t in tensors):
             return copied(tensors)
-        copies = []
-        for t in tensors:
-            strides = torch.empty_like(t, device="meta").stride()
-            copies.append(self.empty((t.numel(),), t.dtype).as_strided(t.shape, strides))
+        copies = [torch.empty_like(t) if t.nbytes < _FEW else self._like(t) for t in tensors]
         torch._foreach_copy_(copies, list(tensors))
         return copies
+
+    def _like(self, t: Tensor) -> Tensor:
+        found = self.empty((t.numel(),), t.dtype)
+        strides = t.stride() if t.is_contiguous() else torch.empty_like(t, device="meta").stride()
+        return found.as_strided(t.shape, strides)
 
     def tidy(self) -> None:
         """Once a step: let go of what it did not need."""
