@@ -122,10 +122,10 @@ class Layer:
     def average(self, average: Tensor, value: Tensor, share: Number) -> None:
         """Go on with a running average of value · share; a value of a bad step may be anything."""
         if not whole_step.may_look(self.ok):
-            value = torch.where(self.ok, value, average)
-        elif not bool(self.ok):
-            return
-        average.mul_(1 - self.weight).addcmul_(value, self.weight * share)
+            average.lerp_(torch.where(self.ok, value * share, average), self.weight)
+        elif bool(self.ok):  # and nothing of this size is written down
+            weight = float(self.weight)
+            average.mul_(1 - weight).add_(value, alpha=weight * float(share))
 
     def renew(self, **found: Tensor) -> None:
         """In place: a CUDA graph goes on with the new basis."""
