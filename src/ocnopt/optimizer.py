@@ -480,7 +480,8 @@ class OCNOpt(Optimizer):
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes held now, by category. ``"tape"`` is what the hooks have kept since the last step, inputs and adjoints
-        of layers, and is gone after the next one; all else is state.
+        of layers, and is gone after the next one; ``"to be used again"``: memory that nobody needs between steps, kept
+        on a CPU because new memory is slow; all else is state.
         """
         return usage(self.state, self._tape, self._stock)
 

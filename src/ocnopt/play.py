@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence, Set
+from itertools import islice
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +24,7 @@ from ocnopt.players import Player
 from ocnopt.problem import Kernels, Problem
 from ocnopt.records import Pass
 from ocnopt.rollout import Measure
+from ocnopt.shards import local
 from ocnopt.stages import Stages
 from ocnopt.stock import Stock
 
@@ -195,7 +197,8 @@ class Snapshot:
         """``stock``: memory for copies."""
         self.players, self.state, self._stock = players, state, stock
         self.params = [p for player in players for p in player.params]
-        self.values: list[Tensor] | None = None
+        self.changing: list[Tensor] = []
+        self.copies: list[Tensor] = []
 
     def __enter__(self) -> Snapshot:
         self.states = [dict(self.state[p]) for p in self.params]
@@ -203,25 +206,21 @@ class Snapshot:
 
     def take(self, but: Set[str]) -> None:
         """From here on numbers change; ``but``: state of which it is known that it does not before all is well."""
-        still = [but | player.untouched(self.state) for player in self.players for _ in player.params]
-        found = [
-            (own, key, value)
-            for own, fixed in zip(self.states, still, strict=True)
-            for key, value in own.items()
-            if isinstance(value, Tensor) and key not in fixed
-        ]
-        copies = self._stock.copied([*self.params, *(value for *_, value in found)])
-        self.values = copies[: len(self.params)]
-        for (own, key, _), copy in zip(found, copies[len(self.params) :], strict=True):
-            own[key] = copy
+        self.changing, states = list(map(local, self.params)), iter(self.states)
+        for player in self.players:
+            still = but | player.untouched(self.state)
+            for own in islice(states, len(player.params)):
+                found = [v for key, v in own.items() if isinstance(v, Tensor) and key not in still]
+                self.changing += map(local, found)
+        self.copies = self._stock.copied(self.changing)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
             return
-        if self.values is not None:
-            torch._foreach_copy_(self.params, self.values)
+        if self.copies:
+            torch._foreach_copy_(self.changing, self.copies)
         for p, before in zip(self.params, self.states, strict=True):
             self.state[p].clear()
             self.state[p].update(before)

@@ -54,6 +54,7 @@ class Stock:
         """Once a step: let go of what it did not need."""
         for size, free in self._free.items():
             del free[: self._idle.get(size, 0)]
+        self._free = {size: free for size, free in self._free.items() if free}
         self._idle = {size: len(free) for size, free in self._free.items()}
 
     @property

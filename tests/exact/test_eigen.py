@@ -79,23 +79,27 @@ def test_what_is_solved_without_inputs_never_seen(empty: int, damping: float) ->
     U = torch.kron(U_C[0].contiguous(), U_A[0].contiguous())
     C = U @ torch.diag(S.flatten() + damping) @ U.mT
     dense = (torch.linalg.pinv(C, rtol=1e-12) if not damping else torch.linalg.inv(C)) @ V.flatten()
-    torch.testing.assert_close(eigen.solved(V, S, U_A, U_C, damping, seen), dense.reshape(1, 6, 80))
-    torch.testing.assert_close(eigen.solved(V, S, U_A, U_C, damping), dense.reshape(1, 6, 80))
+    torch.testing.assert_close(eigen.Inverse(S, U_A, U_C, damping, seen)(V), dense.reshape(1, 6, 80))
+    torch.testing.assert_close(eigen.Inverse(S, U_A, U_C, damping)(V), dense.reshape(1, 6, 80))
 
 
-def test_squares_without_inputs_never_seen() -> None:
-    A, S, U_A, U_C, seen = _layer(60)
+@pytest.mark.parametrize("empty", [0, 60, 80])
+def test_squares_without_inputs_never_seen(empty: int) -> None:
+    A, S, U_A, U_C, seen = _layer(empty)
+    asked = []
 
     class Rows:
         def squares(self, U_A: Tensor, U_C: Tensor) -> Tensor:
+            asked.append(U_A.shape[-1])
             G = torch.zeros(5, 6, 80, dtype=torch.float64)
-            G[..., seen] = torch.randn(5, 6, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+            G[..., seen] = torch.randn(5, 6, len(seen), dtype=torch.float64, generator=torch.Generator().manual_seed(2))
             return (U_C.mT @ G @ U_A).square().sum(0, keepdim=True)
 
     passes: Any = [Rows(), Rows()]
     found = squares_over(passes, S, U_A, U_C, eigen.inputs_seen(A, S, U_A))
+    assert asked == ([80 - empty] * 2 if empty < 80 else [])  # of nothing nothing is formed
     torch.testing.assert_close(found, squares_over(passes, S, U_A, U_C))
-    assert found.count_nonzero() == 6 * 20
+    assert found.count_nonzero() == 6 * (80 - empty)
 
 
 def test_when_all_inputs_are_treated_alike() -> None:

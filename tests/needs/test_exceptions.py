@@ -21,7 +21,7 @@ from tests.toys import (
 )
 from torch import Tensor, nn
 
-from ocnopt import OCNOpt
+from ocnopt import OCNOpt, stock
 
 games = pytest.mark.parametrize("game", SOME_GAMES, ids=name_of)
 
@@ -49,9 +49,15 @@ def trapped() -> nn.Sequential:
     ).double()  # fmt: skip
 
 
-def start(game: dict[str, Any]) -> tuple[nn.Sequential, OCNOpt]:
+@pytest.fixture(autouse=True, params=[1, stock._FEW], ids=["kept", "new"])
+def memory_of_copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the stock, as copies of large tensors have it on a CPU; or torch's."""
+    monkeypatch.setattr(stock, "_FEW", request.param)
+
+
+def start(game: dict[str, Any], refresh_every: int = 2) -> tuple[nn.Sequential, OCNOpt]:
     model = trapped()
-    return model, OCNOpt(model.parameters(), 0.05, model=model, refresh_every=2, **game)
+    return model, OCNOpt(model.parameters(), 0.05, model=model, refresh_every=refresh_every, **game)
 
 
 @games
@@ -130,6 +136,23 @@ def test_inside_the_second_forward_pass(game: dict[str, Any], first: bool) -> No
         torch.manual_seed(9)
         train(net, optimizer, batches(2, seed=6))
     assert_identical(values(model), values(twin))
+
+
+@pytest.mark.parametrize("every", [1, 3, 12])
+@pytest.mark.parametrize("ekfac", [True, False])
+def test_bases_in_every_step(every: int, ekfac: bool) -> None:
+    """Where they are renewed, begun, fetched, and where nothing is done to them."""
+    model, opt = start({"curvature": "kronecker", "feedback": "nonlinear", "ekfac": ekfac}, every)
+    train(model, opt, batches(1))
+    for i, batch in enumerate(batches(15)):
+        backward(model, *batch)
+        before, state = values(model), state_of(opt)
+        model[3].fuse = 1
+        with pytest.raises(InterruptedError):
+            opt.step()
+        assert_identical(state_of(opt), state)
+        assert_identical(values(model), before)
+        train(model, opt, batches(1, seed=i))
 
 
 @pytest.mark.parametrize(

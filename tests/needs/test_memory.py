@@ -13,7 +13,7 @@ from tests.toys import GAMES, SOME_GAMES, backward, batches, mlp, name_of, train
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ocnopt import OCNOpt
+from ocnopt import OCNOpt, stock
 
 games = pytest.mark.parametrize("game", SOME_GAMES, ids=name_of)
 
@@ -151,7 +151,8 @@ def test_memory_usage_by_category() -> None:
     assert used == {"momentum": size * count, "adaptive curvature": size * count, "other state": 4}  # one clock
 
 
-def test_memory_usage_of_the_tape_and_of_factors() -> None:
+def test_memory_usage_of_the_tape_and_of_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stock, "_FEW", 1)
     model = mlp()
     opt = OCNOpt(model.parameters(), model=model, curvature="kronecker", feedback="nonlinear", momentum=0.0)
     x, y = batches(1)[0]
@@ -161,7 +162,9 @@ def test_memory_usage_of_the_tape_and_of_factors() -> None:
     assert opt.memory_usage()["tape"] >= x.element_size() * len(x) * sum(sizes)
     opt.step()
     used = opt.memory_usage()
-    assert set(used) == {"Kronecker factors", "eigenbases", "other state"}
+    assert set(used) == {"Kronecker factors", "eigenbases", "other state", "to be used again"}
     layers = [(m.in_features + 1, m.out_features) for m in model.modules() if isinstance(m, nn.Linear)]
+    parameters = x.element_size() * sum(p.numel() for p in model.parameters())
+    assert used["to be used again"] == parameters  # before state was there to be copied
     assert used["Kronecker factors"] == x.element_size() * sum(a * a + c * c for a, c in layers)
     assert used["eigenbases"] == x.element_size() * sum(a * a + c * c + a * c for a, c in layers)

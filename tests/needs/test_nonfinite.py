@@ -10,7 +10,7 @@ import torch
 from tests.toys import GAMES, SOME_GAMES, assert_identical, backward, batches, mlp, name_of, state_of, train, values
 from torch import Tensor, nn
 
-from ocnopt import OCNOpt
+from ocnopt import OCNOpt, whole_step
 
 OPTIONS = {"lr": 0.05, "weight_decay": 0.01, "refresh_every": 3}
 BAD = {"nan": float("nan"), "inf": float("inf")}
@@ -48,6 +48,13 @@ def test_as_if_it_had_not_been(game: dict[str, Any], when: int, bad: str) -> Non
         else:
             assert opt.diagnostics.skipped_steps == 0
     assert_identical(*runs)
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_where_one_may_not_look(bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU."""
+    monkeypatch.setattr(whole_step, "may_look", lambda t: False)
+    test_as_if_it_had_not_been({"curvature": "kronecker"}, 4, bad)
 
 
 @pytest.mark.parametrize("options", [{"eps": 0.0}, {"curvature": "kronecker", "damping": 0.0}], ids=str)

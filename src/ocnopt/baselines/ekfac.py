@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
 from ocnopt import layers
 from ocnopt.baselines.chain import require
-from ocnopt.curvature.eigen import inputs_seen, solved, turned
+from ocnopt.curvature.eigen import Inverse, inputs_seen, turned
 from ocnopt.curvature.inputs import Inputs, Sums, squares_over
 from ocnopt.layers import Adapter, Call
 from ocnopt.linalg import safe_eigh
@@ -104,6 +105,10 @@ class EKFAC(Optimizer):
         super().zero_grad(set_to_none)
         self._tape.clear()
 
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """A copy of it: averages go on in place."""
+        super().load_state_dict(deepcopy(state_dict))
+
     @overload
     def step(self, closure: None = None) -> None: ...
 
@@ -158,7 +163,7 @@ class EKFAC(Optimizer):
                 f"EKFAC has seen no backward pass through layer {name!r}: is model the module that computed the loss?"
             )
         G, s, U_A, U_C = _gradient_matrix(layer, adapter)[None], *(state[key][None] for key in ("s", "U_A", "U_C"))
-        N = solved(G, s, U_A, U_C, group["damping"], inputs_seen(state["A"][None], s, U_A))
+        N = Inverse(s, U_A, U_C, group["damping"], inputs_seen(state["A"][None], s, U_A))(G)
         own = adapter.parameters(layer)
         return {own[key]: step for key, step in adapter.from_matrix(layer, N).items()}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,23 +18,41 @@ from ocnopt.linalg import safe_eigh
 Eigen = tuple[Tensor, Tensor]
 
 
-def solved(V: Tensor, S: Tensor, U_A: Tensor, U_C: Tensor, damping: float, seen: Tensor | None = None) -> Tensor:
-    """(U S U^T + λ)^{-1} V, of matrices ``[blocks, c, a]``; without damping the pseudo-inverse, eq. (kfac-u).
-
-    ``seen``: see :func:`inputs_seen`.
+@dataclass
+class Inverse:
+    """(U S U^T + λ)^{-1} with U = U_C ⊗ U_A, for matrices ``[blocks, c, a]``; without damping the pseudo-inverse, eq.
+    (kfac-u).
     """
-    if seen is None:
-        return U_C @ _divided(U_C.mT @ V @ U_A, S, damping) @ U_A.mT
-    first, found = U_A.shape[-1] - len(seen), V / damping if damping else torch.zeros_like(V)
-    if len(seen):
-        found[..., seen] = solved(V[..., seen], S[..., first:], U_A[:, seen, first:], U_C, damping)
-    return found
 
+    S: Tensor
+    U_A: Tensor
+    U_C: Tensor
+    damping: float
+    seen: Tensor | None = None  # see :func:`inputs_seen`
 
-def _divided(V: Tensor, S: Tensor, damping: float) -> Tensor:
-    if damping:
-        return V / (S + damping)
-    return torch.where(S.amax() * torch.finfo(S.dtype).eps < S, V / S, 0)
+    def __call__(self, V: Tensor) -> Tensor:
+        if self.seen is None:
+            return self.U_C @ self._divided(self.U_C.mT @ V @ self.U_A) @ self.U_A.mT
+        found = V / self.damping if self.damping else torch.zeros_like(V)
+        if len(self.seen):
+            found[..., self.seen] = self._inside(V[..., self.seen])
+        return found
+
+    @cached_property
+    def _inside(self) -> Inverse:
+        """Of inputs that are seen."""
+        assert self.seen is not None
+        first = self.U_A.shape[-1] - len(self.seen)
+        return Inverse(self.S[..., first:], self.U_A[:, self.seen, first:], self.U_C, self.damping)
+
+    @cached_property
+    def _damped(self) -> Tensor:
+        return self.S + self.damping
+
+    def _divided(self, V: Tensor) -> Tensor:
+        if self.damping:
+            return V / self._damped
+        return torch.where(self.S.amax() * torch.finfo(self.S.dtype).eps < self.S, V / self.S, 0)
 
 
 def inputs_seen(A: Tensor, S: Tensor, U_A: Tensor) -> Tensor | None:
@@ -81,8 +101,8 @@ def batched(matrices: Sequence[Tensor]) -> list[Eigen | None]:
     found: list[Eigen | None] = [None] * len(matrices)
     by_size: dict[tuple[Any, ...], list[int]] = {}
     for i, matrix in enumerate(matrices):
-        zeros = bytes(matrix.diagonal(dim1=1, dim2=2).any(0).numpy()) if whole_step.may_look(matrix) else None
-        by_size.setdefault((matrix.shape[-1], matrix.dtype, matrix.device, zeros), []).append(i)
+        seen = tuple(matrix.diagonal(dim1=1, dim2=2).any(0).tolist()) if whole_step.may_look(matrix) else None
+        by_size.setdefault((matrix.shape[-1], matrix.dtype, matrix.device, seen), []).append(i)
     for alike in by_size.values():
         whole = safe_eigh(torch.cat([matrices[i] for i in alike]))
         if whole is None:

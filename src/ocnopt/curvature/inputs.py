@@ -171,10 +171,11 @@ def squares_over(passes: Sequence[Seen], like: Tensor, U_A: Tensor, U_C: Tensor,
     """Σ over the samples of all passes of :meth:`Inputs.squares`; ``seen``: of inputs, see
     :func:`~ocnopt.curvature.eigen.inputs_seen`.
     """
-    if not passes:
+    if not passes or (seen is not None and not len(seen)):
         return torch.zeros_like(like)
     first = 0 if seen is None else U_A.shape[-1] - len(seen)
-    return torch.nn.functional.pad(added(one.squares(U_A[..., first:], U_C) for one in passes), (first, 0))
+    found = added(one.squares(U_A[..., first:], U_C) for one in passes)
+    return torch.nn.functional.pad(found, (first, 0)) if first else found
 
 
 def squared(G: Tensor, U_A: Tensor, U_C: Tensor) -> Tensor:

@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class KroneckerMetric(Metric):
-    is_new = True
-
     blocks: list[KroneckerBlock]
+    is_new = True
 
     def solve(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         todo, out = list(vectors), []

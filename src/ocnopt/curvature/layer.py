@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ocnopt import whole_step
 from ocnopt.curvature import beside
-from ocnopt.curvature.eigen import inputs_seen, solved
+from ocnopt.curvature.eigen import Inverse, inputs_seen
 from ocnopt.curvature.inputs import Number, Seen
 from ocnopt.curvature.tally import shape
 from ocnopt.curvature.turns import caught_up, interval, period, stagger
@@ -33,21 +33,16 @@ ASIDE = ("next_input_factor", "next_output_factor")
 
 @dataclass
 class KroneckerBlock:
-    """C of one layer: U_C (S + λ) U_A^T, ``U_A: [g, a, a]``, ``U_C: [g, c, c]``, ``S: [g, c, a]``."""
+    """C of one layer."""
 
     module: nn.Module
     adapter: Adapter
     names: tuple[str, ...]
-    U_A: Tensor
-    U_C: Tensor
-    S: Tensor
-    damping: float
-    seen: Tensor | None  # inputs, if some have never been
+    inverse: Inverse
 
     def solve(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         V = self.adapter.to_matrix(self.module, dict(zip(self.names, tensors, strict=True)))
-        found = solved(V, self.S, self.U_A, self.U_C, self.damping, self.seen)
-        back = self.adapter.from_matrix(self.module, found)
+        back = self.adapter.from_matrix(self.module, self.inverse(V))
         return [back[n] for n in self.names]
 
 
@@ -74,10 +69,8 @@ class Layer:
         player = self.player
         assert player.adapter is not None
         assert player.module is not None
-        S = self.state["eigenvalues"]
-        return KroneckerBlock(
-            player.module, player.adapter, player.own_names, *self.bases, S, damping, self.inputs_seen()
-        )
+        inverse = Inverse(self.state["eigenvalues"], *self.bases, damping, self.inputs_seen())
+        return KroneckerBlock(player.module, player.adapter, player.own_names, inverse)
 
     def inputs_seen(self) -> Tensor | None:
         return inputs_seen(self.state["input_factor"], self.state["eigenvalues"], self.state["input_basis"])

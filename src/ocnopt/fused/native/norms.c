@@ -1,9 +1,9 @@
 /* All gradients of a batch norm by the statistics of the batch, those of groups of samples among them. A few channels of
-   all samples are read twice, and stay next to a core in between. */
+   all samples are read twice, and stay next to a core in between unless images are large. */
 
 #include "vectors.h"
 
-enum { COLUMNS = 256 }; /* numbers of a sample that are seen to at a time */
+enum { WIDE = 256 }; /* numbers of a sample that are seen to at a time */
 
 typedef struct {
     const float *x, *h;              /* [samples, channels, positions] */
@@ -21,16 +21,16 @@ typedef struct {
     int64_t at, span;                /* positions of each */
 } Range;
 
-/* To each column what its channel has. */
-static void spread(const float *of_channels, Range r, float *columns) {
+/* To each place what its channel has. */
+static void spread(const float *of_channels, Range r, float *places) {
     for (int64_t i = 0; i < r.count; i++)
-        for (int64_t k = 0; k < r.span; k++) columns[i * r.span + k] = of_channels[i];
+        for (int64_t k = 0; k < r.span; k++) places[i * r.span + k] = of_channels[i];
 }
 
 /* products += Σ h (x − mean), sums += Σ h of some samples. */
 static void add_up(const Norm *all, Range r, int64_t sample, int64_t end, double *products, double *sums) {
     int64_t row = all->channels * all->positions, from = r.first * all->positions + r.at, n = r.count * r.span;
-    float mean[COLUMNS], product[COLUMNS] = {0}, sum[COLUMNS] = {0};
+    float mean[WIDE], product[WIDE] = {0}, sum[WIDE] = {0};
     spread(all->mean + r.first, r, mean);
     for (; sample < end; sample++) {
         const float *restrict x = all->x + sample * row + from, *restrict h = all->h + sample * row + from;
@@ -47,7 +47,7 @@ static void add_up(const Norm *all, Range r, int64_t sample, int64_t end, double
 /* into = factor (h − shift − slope (x − mean)), of all samples. */
 static void pull_back(const Norm *all, Range r, const float *factors, const float *shifts, const float *slopes) {
     int64_t row = all->channels * all->positions, from = r.first * all->positions + r.at, n = r.count * r.span;
-    float mean[COLUMNS], factor[COLUMNS], shift[COLUMNS], slope[COLUMNS];
+    float mean[WIDE], factor[WIDE], shift[WIDE], slope[WIDE];
     spread(all->mean + r.first, r, mean);
     spread(factors, r, factor);
     spread(shifts, r, shift);
@@ -63,12 +63,12 @@ static void pull_back(const Norm *all, Range r, const float *factors, const floa
 /* `count` channels, of which a sample has no more numbers than there is room for; or one, whose positions come a few at
    a time. */
 static void norm(const Norm *all, int64_t first, int64_t count) {
-    int64_t span = count > 1 ? all->positions : least(all->positions, COLUMNS);
+    int64_t span = count > 1 ? all->positions : least(all->positions, WIDE);
     double numbers = (double)(all->samples[all->groups] * all->positions);
-    double of_weight[COLUMNS] = {0}, of_bias[COLUMNS] = {0};
-    float factors[COLUMNS], shifts[COLUMNS], slopes[COLUMNS];
+    double of_weight[WIDE] = {0}, of_bias[WIDE] = {0};
+    float factors[WIDE], shifts[WIDE], slopes[WIDE];
     for (int64_t group = 0; group < all->groups; group++) {
-        double products[COLUMNS] = {0}, sums[COLUMNS] = {0};
+        double products[WIDE] = {0}, sums[WIDE] = {0};
         for (int64_t at = 0; at < all->positions; at += span) {
             Range r = {first, count, at, least(span, all->positions - at)};
             add_up(all, r, all->samples[group], all->samples[group + 1], products, sums);
@@ -90,7 +90,7 @@ static void norm(const Norm *all, int64_t first, int64_t count) {
 }
 
 void ocnopt_norm(const Norm *all) {
-    int64_t together = all->positions < COLUMNS ? COLUMNS / all->positions : 1;
+    int64_t together = all->positions < WIDE ? WIDE / all->positions : 1;
     int threads = all->samples[all->groups] * all->channels * all->positions > FEW ? (int)all->threads : 1;
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
     for (int64_t first = 0; first < all->channels; first += together)

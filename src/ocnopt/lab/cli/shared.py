@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -45,11 +45,21 @@ _WIDE = 160
 
 
 def results_console() -> Console:
-    """For tables on stdout. ``COLUMNS`` says how wide they may be; otherwise the terminal does, if there is one."""
+    """For tables on stdout. ``COLUMNS`` says how wide they may be; otherwise the terminal does, if there is one, also
+    where they go through a pipe.
+    """
     console = Console()
-    if not console.is_terminal and not os.environ.get("COLUMNS"):
+    if not os.environ.get("COLUMNS", "").isdigit() and not any(map(_is_terminal, range(3))):
         console.width = _WIDE
     return console
+
+
+def _is_terminal(stream: int) -> bool:
+    """As rich looks for one: stdin, stdout, stderr."""
+    with suppress(OSError):
+        os.get_terminal_size(stream)
+        return True
+    return False
 
 
 def help_text(text: str, *examples: str) -> str:
