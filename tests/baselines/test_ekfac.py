@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
 
@@ -249,6 +250,21 @@ def test_resuming_from_a_checkpoint_is_bit_exact() -> None:
     second_opt.load_state_dict(checkpoint["opt"])
     train(second, second_opt, data[4:])
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), second.parameters(), strict=True))
+
+
+def test_what_was_loaded_is_not_written_to() -> None:
+    model, x, y = small_problem(nn.Sequential(nn.Linear(4, 3)), 4)
+    opt = EKFAC(model.parameters(), model=model)
+    backward(model, x, y)
+    opt.step()
+    saved = opt.state_dict()
+    kept, twin = copy.deepcopy(saved), nn.Sequential(nn.Linear(4, 3)).double()
+    resumed = EKFAC(twin.parameters(), model=twin)
+    resumed.load_state_dict(saved)
+    backward(twin, 2 * x, y)
+    resumed.step()
+    for key, value in kept["state"][0].items():
+        assert torch.equal(torch.as_tensor(saved["state"][0][key]), torch.as_tensor(value))
 
 
 def test_step_returns_the_loss_of_its_closure_and_keeps_the_gradient() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.functional import cross_entropy
 
-from ocnopt import OCNOpt
+from ocnopt import Curvature, Metric, OCNOpt
 
 PLAIN: list[dict[str, Any]] = [
     {"curvature": curvature, "feedback": feedback, "bellman": bellman}
@@ -110,6 +111,22 @@ def two_equal_one_with_everything_else(rank: int) -> None:
     assert_two_equal_one(rank, {**PLAIN[0], "weight_decay": 0.1, "ema": False, "nesterov": True})
     assert_two_equal_one(rank, {**PLAIN[3], "weight_decay": 0.1, "decoupled_weight_decay": True})
     assert_two_equal_one(rank, {**PLAIN[0], "players": 2, "maximize": True, "momentum": 0.0})
+
+
+def a_curvature_of_ones_own(rank: int) -> None:
+    """Whose code may fail: then numbers are put back where they were."""
+
+    class Constant(Metric):
+        def solve(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+            return [2 * v for v in vectors]
+
+    class Own(Curvature):
+        name = "own"
+
+        def measure(self, bucket: Any, a: Tensor | None) -> Metric:
+            return Constant()
+
+    assert_two_equal_one(rank, {"curvature": Own(), "feedback": "linear", "bellman": "consistent"})
 
 
 def copies_of_parts(rank: int) -> None:
@@ -235,6 +252,7 @@ CHECKS = [
     two_equal_one,
     two_equal_one_with_the_model_shown,
     two_equal_one_with_everything_else,
+    a_curvature_of_ones_own,
     an_evaluation_by_another_way,
     copies_of_parts,
     some_parameters_are_whole,

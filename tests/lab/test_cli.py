@@ -459,10 +459,12 @@ def test_demo_compares_every_optimizer_and_writes_a_report(ocnopt: Ocnopt) -> No
     assert len(find_runs(["demo"])) == 40
 
 
-def test_tables_in_a_file_are_as_wide_as_they_have_to_be(ocnopt: Ocnopt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_without_a_terminal_are_as_wide_as_need_be(ocnopt: Ocnopt, monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = ocnopt("data", "list").stdout.splitlines()
     assert max(map(len, narrow)) <= 80
     monkeypatch.delenv("COLUMNS")
     wide = ocnopt("data", "list").stdout.splitlines()
     assert len(wide) < len(narrow)
     assert 80 < max(map(len, wide)) <= 160
+    monkeypatch.setattr(shared, "_is_terminal", lambda stream: stream == 2)  # as with `ocnopt data list | less`
+    assert ocnopt("data", "list").stdout.splitlines() == narrow
