@@ -60,7 +60,7 @@ def inputs_seen(A: Tensor, S: Tensor, U_A: Tensor) -> Tensor | None:
     of images, or taps of a convolution that see nothing but padding. ``None``: all are to be treated alike.
 
     :func:`~ocnopt.linalg.safe_eigh` gives the others coordinates of their own, the first ones, in which S is zero, and
-    whatever goes in and out of the basis can leave them out. It takes a look, which is for nothing on a CPU alone.
+    whatever goes in and out of the basis can leave them out. It takes a look, which costs nothing on a CPU alone.
     """
     if len(A) > 1 or not whole_step.may_look(A):
         return None
